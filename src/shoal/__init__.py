@@ -1,0 +1,1 @@
+"""Serve large language models on one machine or many."""

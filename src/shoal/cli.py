@@ -1,0 +1,5 @@
+"""The `shoal` command."""
+
+
+def main() -> None:
+    raise SystemExit("shoal: no command yet")

@@ -1,0 +1,133 @@
+"""The vocabulary at the scheduler's boundary: plans go out, results and events come back, all plain data.
+
+A token range of one request, and who owns it:
+
+    0 ........ computed ........ scheduled ........ known
+      KV there          in plans         not yet
+                        in flight        planned
+
+`known` = prompt + sampled ids + placeholders (tokens that a plan in flight will sample).
+There is no prefill phase and no decode phase: a slice lets a request catch up with what is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.core.request import Finish, Refusal, Sampling
+
+
+class Admit(NamedTuple):
+    """A request enters the batch, for the first time or after a preemption. Applied before the step's slices."""
+
+    id: str
+    tokens: tuple[int, ...]  # prompt + output so far, all ids filled
+    num_prompt: int
+    computed: int  # leading tokens whose KV the given blocks already hold (prefix hit)
+    blocks: tuple[int, ...]  # block table, in order; later slices append to it
+    sampling: Sampling
+    choice: int
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]  # masked until min_tokens outputs exist
+
+
+class Slice(NamedTuple):
+    """Compute tokens [start, start + count) of one request in this step."""
+
+    id: str
+    start: int
+    count: int
+    blocks: tuple[int, ...]  # appended to the request's block table before the step
+    from_step: int  # the last input token is the one that this earlier step samples for the request; -1: all ids known
+    sample: bool  # sample the token at position start + count
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of one replica. `step` counts from 1 without gaps; results return in the same order."""
+
+    step: int
+    leaves: list[str]  # 1. forget these requests
+    admits: list[Admit]  # 2. then learn these
+    slices: list[Slice]  # 3. then compute; decodes and chunks mixed, in composer order
+    num_tokens: int
+    predicted_ns: int
+
+
+class Logprobs(NamedTuple):
+    logprob: float  # of the token itself
+    top: tuple[tuple[int, float], ...]  # (token id, logprob) of the most likely tokens, best first
+
+
+@dataclass(slots=True)
+class StepResult:
+    step: int
+    tokens: list[int]  # one per slice with `sample`, in slice order
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)  # only for requests that asked
+    prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)  # of tokens max(start, 1) .. start + count
+    busy_ns: int = 0  # device time; under PP the slowest stage's cadence
+    latency_ns: int = 0
+
+
+class Accepted(NamedTuple):
+    id: str
+
+
+class Refused(NamedTuple):
+    id: str
+    reason: Refusal
+    message: str  # names the field, the value and the limit
+
+
+class Token(NamedTuple):
+    """One sampled token, accepted. A stop token is reported too; whether it becomes text is the gateway's matter."""
+
+    id: str
+    index: int  # position in the output, counting `RequestSpec.output`
+    token: int
+    logprobs: Logprobs | None
+
+
+class PromptScored(NamedTuple):
+    id: str
+    start: int  # position in the prompt of the first entry; position 0 has no logprob, so start >= 1
+    entries: list[Logprobs]
+
+
+class Preempted(NamedTuple):
+    id: str
+    lost_tokens: int  # computed tokens that must be computed again
+
+
+class Ended(NamedTuple):
+    """The one terminal event of an accepted request."""
+
+    id: str
+    reason: Finish
+    stop_token: int | None
+    num_output: int
+    cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
+
+
+Event = Token | PromptScored | Preempted | Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A replica's numbers for heartbeats, routing and metrics. Counters only grow within one incarnation."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int  # prompt and output tokens still to compute before the waiting requests sample again
+    free_blocks: int
+    cached_blocks: int  # unreferenced, but a prefix hit would find them
+    total_blocks: int
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    hash_collisions: int = 0

@@ -1,0 +1,176 @@
+"""Every message between processes. Length-prefixed msgpack, schema-checked on arrival; an unknown one ends the connection.
+
+Who dials whom: gateways dial engines; engines and gateways dial the controller. The side that listens speaks first:
+
+    listener: Challenge     dialler: Hello     listener: Welcome | Rejected     then freely, both ways
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from shoal.core.plan import Logprobs, View
+from shoal.core.request import Finish, Refusal, RequestSpec
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 16 << 20
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
+    pass
+
+
+# -- handshake ---------------------------------------------------------------------------------------------------------
+
+
+class Role(StrEnum):
+    GATEWAY = "gateway"
+    ENGINE = "engine"
+    CONTROLLER = "controller"
+
+
+class Challenge(Message, tag="challenge"):
+    protocol: int
+    nonce: bytes  # 16 random bytes
+
+
+class Hello(Message, tag="hello"):
+    protocol: int
+    role: Role
+    name: str
+    incarnation: str  # made at the dialler's start
+    session: int  # counted by the dialler, one per connection
+    nonce: bytes
+    proof: bytes  # HMAC-SHA256(secret, "dial" + listener's nonce + own nonce)
+
+
+class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str  # served name
+    model_digest: str
+    hash_root: bytes  # root of the prefix keys: model, KV dtype and format, block size (core.kv.hashing)
+    hash_block_tokens: int
+    max_model_len: int
+    vocab_size: int
+    capabilities: tuple[str, ...] = ()
+
+
+class Welcome(Message, tag="welcome"):
+    incarnation: str
+    proof: bytes  # HMAC-SHA256(secret, "listen" + dialler's nonce + own nonce)
+    engine: EngineInfo | None = None
+
+
+class Rejected(Message, tag="rejected"):
+    reason: str
+
+
+# -- gateway → engine --------------------------------------------------------------------------------------------------
+
+
+class Submit(Message, tag="submit"):
+    specs: tuple[RequestSpec, ...]  # the choices of one client request, leader first
+
+
+class Abort(Message, tag="abort"):
+    ids: tuple[str, ...]
+    reason: str  # "client_disconnect", "stop_string", "deadline", ...
+
+
+class KeepAlive(Message, tag="keepalive"):
+    """Each second. An engine that hears nothing from a session for 5 s aborts the streams of that session."""
+
+
+# -- engine → gateway --------------------------------------------------------------------------------------------------
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    reason: Finish
+    stop_token: int | None
+    cached_tokens: int
+    message: str = ""  # for Finish.ERROR
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """What one step did for one stream."""
+
+    id: str
+    index: int  # output position of tokens[0]
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()  # as long as tokens where asked for, else empty
+    prompt_start: int = 0
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    ending: Ending | None = None
+
+
+class Refusing(msgspec.Struct, frozen=True, array_like=True):
+    id: str
+    reason: Refusal
+    message: str
+
+
+class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """stepcost's coefficients, nanoseconds per unit of each feature, in the order of core.stepcost.FEATURES."""
+
+    coefficients: tuple[float, ...]
+
+
+class Frame(Message, tag="frame"):
+    """One per engine step and gateway, with that gateway's streams only; also the heartbeat, every 500 ms when idle."""
+
+    view: View
+    updates: tuple[Update, ...] = ()
+    refused: tuple[Refusing, ...] = ()
+    costs: Costs | None = None  # when they changed since the last frame
+    ready: bool = True
+
+
+class Announce(Message, tag="announce"):
+    """Sent before something that keeps the engine silent for longer than 250 ms."""
+
+    what: str  # "step", "loading", "compiling", "warming"
+    predicted_ns: int
+
+
+# -- engine, gateway ↔ controller --------------------------------------------------------------------------------------
+
+
+class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine as the controller lists it."""
+
+    name: str
+    incarnation: str
+    address: str  # "unix:/path" or "tcp:host:port"
+    state: str  # "loading" or "serving"
+    info: EngineInfo | None = None
+    pid: int = 0
+    metrics: str = ""  # URL
+
+
+class Register(Message, tag="register"):
+    """First message after the handshake, and again whenever a field changed. The role is the handshake's."""
+
+    pid: int
+    metrics: str = ""
+    replica: Replica | None = None  # engines
+    url: str = ""  # gateways: the public API
+
+
+class Report(Message, tag="report"):
+    """Every 500 ms: renews the lease (5 s)."""
+
+    view: View | None = None  # engines
+    gateway: dict[str, Any] | None = None  # gateways: queue by class and model, refusals, SLO attainment
+
+
+class Members(Message, tag="members"):
+    """Controller → gateways: the whole list, on every change and every 2 s. `version` only grows."""
+
+    version: int
+    replicas: tuple[Replica, ...]
+
+
+ToListener = Hello | Submit | Abort | KeepAlive | Register | Report
+ToDialler = Challenge | Welcome | Rejected | Frame | Announce | Members
