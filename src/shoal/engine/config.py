@@ -1,0 +1,52 @@
+"""What an engine can be told. Sizes that are measured at start-up are arguments elsewhere, never written back here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        Meta(description="weights and KV; auto: bfloat16 where the processor has it, else float32"),
+    ] = "auto"
+    device: Annotated[str, Meta(description="auto, cpu, cuda, cuda:N")] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, extra_json_schema={"unit": "tokens"}, description="longest prompt + output; 0: the model's own")
+    ] = 0
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most requests in one step")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=16, le=1 << 20, extra_json_schema={"unit": "tokens"}, description="most tokens in one step")
+    ] = 2048
+    max_prefill_chunk: Annotated[
+        int,
+        Meta(ge=0, extra_json_schema={"unit": "tokens"}, description="most new tokens of one request in a step; 0: no cap"),
+    ] = 512
+    max_step_ms: Annotated[
+        int, Meta(ge=1, le=60_000, extra_json_schema={"unit": "ms"}, description="no step is planned longer than this")
+    ] = 500
+    max_queue: Annotated[int, Meta(ge=1, description="most requests that wait in the engine")] = 1024
+    block_size: Annotated[
+        Literal[8, 16, 32, 64, 128], Meta(extra_json_schema={"unit": "tokens"}, description="tokens per KV block")
+    ] = 16
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of common prompt prefixes")] = True
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, lt=1, description="share of a GPU's memory for weights, activations and KV")
+    ] = 0.90
+    kv_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "bytes"},
+            description="size of the KV pool; 0: on a GPU from gpu_memory_utilization, on a CPU min(2 GB, 25 % of memory)",
+        ),
+    ] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads for tensor work; 0: the cores that are really there")] = 0
+    steps_in_flight: Annotated[
+        int, Meta(ge=1, le=8, description="plans made before the first result returns; 1 where the device is the CPU")
+    ] = 1
+    journal: Annotated[str, Meta(description="file that records every input and output of the scheduler; empty: off")] = ""

@@ -1,0 +1,23 @@
+"""What a gateway can be told. The API key is a secret, so it comes from the environment (SHOAL_API_KEY), never from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    host: Annotated[str, Meta(description="address to bind; anything but loopback needs an API key")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port")] = 8000
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, extra_json_schema={"unit": "bytes"}, description="larger request bodies are refused unread")
+    ] = 4 << 20
+    max_connections: Annotated[int, Meta(ge=1, description="open client connections")] = 4096
+    request_timeout_s: Annotated[
+        float,
+        Meta(gt=0, extra_json_schema={"unit": "s"}, description="a request that is not done by then ends with an error"),
+    ] = 600.0
+    request_log: Annotated[bool, Meta(description="one log line per request: sizes and times, never text")] = True
