@@ -1,0 +1,52 @@
+# make serve    start shoal and serve the default model       (make serve PORT=8123)
+# make test     everything that CI runs
+# make check    format, lint, types, layers and the tests that need no torch; under a minute
+# make bench    the quick form of every benchmark
+# make docs     rewrite the reference pages from the code, check every link
+
+PYTHON ?= python3
+PORT ?= 8000
+BIN := .venv/bin
+
+.PHONY: serve test check bench docs clean
+.DEFAULT_GOAL := serve
+
+.venv/serve: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "shoal needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make serve PYTHON=python3.12"; exit 1; }
+	@echo "Preparing .venv (about a minute the first time; a GPU build of PyTorch is several GB)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[convert]'
+	@touch $@
+
+.venv/dev: .venv/serve
+	@echo "Adding the development tools to .venv"
+	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: .venv/serve
+	@exec $(BIN)/shoal serve --port $(PORT)
+
+check: .venv/dev
+	@$(BIN)/ruff format --check src tests bench examples docs
+	@$(BIN)/ruff check src tests bench examples docs
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/pytest -q -n 2 -m 'not torch and not processes'
+
+test: .venv/dev
+	@$(BIN)/ruff format --check src tests bench examples docs
+	@$(BIN)/ruff check src tests bench examples docs
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/shoal pull smollm2-135m
+	@$(BIN)/pytest
+
+bench: .venv/dev
+	@for script in core_speed first_token; do $(BIN)/python bench/$$script.py --quick || exit 1; done
+
+docs: .venv/dev
+	@$(BIN)/python docs/build.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
