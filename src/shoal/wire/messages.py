@@ -1,4 +1,4 @@
-"""Every message between processes. Length-prefixed msgpack, schema-checked on arrival; an unknown one ends the connection.
+"""Every message between processes: length-prefixed msgpack, schema-checked on arrival; a bad one ends the connection.
 
 Who dials whom: gateways dial engines; engines and gateways dial the controller. The side that listens speaks first:
 
@@ -8,7 +8,6 @@ Who dials whom: gateways dial engines; engines and gateways dial the controller.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
@@ -32,12 +31,12 @@ class Role(StrEnum):
     CONTROLLER = "controller"
 
 
-class Challenge(Message, tag="challenge"):
+class Challenge(Message, frozen=True, tag="challenge"):
     protocol: int
     nonce: bytes  # 16 random bytes
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     protocol: int
     role: Role
     name: str
@@ -57,29 +56,29 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capabilities: tuple[str, ...] = ()
 
 
-class Welcome(Message, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome"):
     incarnation: str
     proof: bytes  # HMAC-SHA256(secret, "listen" + dialler's nonce + own nonce)
     engine: EngineInfo | None = None
 
 
-class Rejected(Message, tag="rejected"):
+class Rejected(Message, frozen=True, tag="rejected"):
     reason: str
 
 
 # -- gateway → engine --------------------------------------------------------------------------------------------------
 
 
-class Submit(Message, tag="submit"):
+class Submit(Message, frozen=True, tag="submit"):
     specs: tuple[RequestSpec, ...]  # the choices of one client request, leader first
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     ids: tuple[str, ...]
     reason: str  # "client_disconnect", "stop_string", "deadline", ...
 
 
-class KeepAlive(Message, tag="keepalive"):
+class KeepAlive(Message, frozen=True, tag="keepalive"):
     """Each second. An engine that hears nothing from a session for 5 s aborts the streams of that session."""
 
 
@@ -117,7 +116,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coefficients: tuple[float, ...]
 
 
-class Frame(Message, tag="frame"):
+class Frame(Message, frozen=True, tag="frame"):
     """One per engine step and gateway, with that gateway's streams only; also the heartbeat, every 500 ms when idle."""
 
     view: View
@@ -127,7 +126,7 @@ class Frame(Message, tag="frame"):
     ready: bool = True
 
 
-class Announce(Message, tag="announce"):
+class Announce(Message, frozen=True, tag="announce"):
     """Sent before something that keeps the engine silent for longer than 250 ms."""
 
     what: str  # "step", "loading", "compiling", "warming"
@@ -149,7 +148,7 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: str = ""  # URL
 
 
-class Register(Message, tag="register"):
+class Register(Message, frozen=True, tag="register"):
     """First message after the handshake, and again whenever a field changed. The role is the handshake's."""
 
     pid: int
@@ -158,14 +157,14 @@ class Register(Message, tag="register"):
     url: str = ""  # gateways: the public API
 
 
-class Report(Message, tag="report"):
+class Report(Message, frozen=True, tag="report"):
     """Every 500 ms: renews the lease (5 s)."""
 
     view: View | None = None  # engines
-    gateway: dict[str, Any] | None = None  # gateways: queue by class and model, refusals, SLO attainment
+    gateway: dict[str, float | dict[str, float]] | None = None  # queue by class and model, refusals, SLO attainment
 
 
-class Members(Message, tag="members"):
+class Members(Message, frozen=True, tag="members"):
     """Controller → gateways: the whole list, on every change and every 2 s. `version` only grows."""
 
     version: int

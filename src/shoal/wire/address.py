@@ -1,0 +1,86 @@
+"""Where a process listens: `unix:/path` or `tcp:host:port`, loopback only."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+_MAX_PATH_BYTES = 107  # sockaddr_un
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"tcp:{self.host}:{self.port}"
+
+
+def parse(text: str) -> UnixAddress | TcpAddress:
+    """Raises ValueError that names what is wrong."""
+    scheme, _, rest = text.partition(":")
+    if scheme == "unix" and rest:
+        if len(os.fsencode(rest)) > _MAX_PATH_BYTES:
+            raise ValueError(f"socket path {rest!r} is longer than {_MAX_PATH_BYTES} bytes")
+        return UnixAddress(Path(rest))
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if host and port.isascii() and port.isdigit() and int(port) <= 65535:
+            return TcpAddress(host, int(port))
+    raise ValueError(f"address {text!r} is neither unix:/path nor tcp:host:port")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bind(address: UnixAddress | TcpAddress) -> socket.socket:
+    """A bound socket, not yet listening. Raises ValueError for an address that others could reach, OSError if taken."""
+    if isinstance(address, TcpAddress):
+        if not is_loopback(address.host):
+            raise ValueError(f"{address}: processes speak to each other over loopback or Unix sockets only")
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((address.host, address.port))
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    return _bind_unix(address.path)
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket file of mode 0600; its folder must be closed to others, which covers the moment before the chmod."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.parent.stat().st_mode & 0o077:
+        raise ValueError(f"{path.parent} is open to other users: a socket's folder must have mode 0700")
+    if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
+        path.unlink()  # left by a process that was killed
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(str(path))
+        path.chmod(0o600)
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,400 @@
+"""One authenticated connection between two processes, and how either side comes by it.
+
+A connection never makes its owner wait: `send` hands bytes to the kernel or to a bounded outbox. Whoever falls behind
+by more than OUTBOX_BYTES or OUTBOX_NS is disconnected; what it was owed is made good by reconnecting, not by memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from typing import cast
+
+import msgspec
+
+from shoal.wire import address as addresses
+from shoal.wire import codec, handshake
+from shoal.wire.messages import MAX_FRAME_BYTES, Challenge, EngineInfo, Hello, Message, Rejected, Role, Welcome
+
+OUTBOX_BYTES = 1 << 20  # unsent bytes beyond which the next message closes the connection
+OUTBOX_S = 2.0  # a byte unsent for this long closes it too
+HANDSHAKE_S = 5.0
+STRANGER_FRAME_BYTES = 64 << 10  # what a dialler may send before it has proved who it is
+MAX_STRANGERS = 64  # connections in their handshake at one time
+_INBOX_HIGH, _INBOX_LOW = 1024, 256  # undelivered messages at which reading pauses and goes on
+
+log = logging.getLogger("shoal.wire")
+
+
+class Cause(StrEnum):
+    """Why a connection ended. The values are the labels of the counters."""
+
+    LOCAL = "local"  # this side closed it
+    EOF = "eof"  # the peer closed it or died
+    OVERSIZED = "oversized"
+    MALFORMED = "malformed"  # no msgpack, unknown type, wrong schema
+    OUTBOX = "outbox"  # the peer did not read
+    UNTRUSTED = "untrusted"  # handshake refused, by either side
+    SILENT = "silent"  # no handshake within its limit
+    CROWDED = "crowded"  # too many strangers at once
+
+
+class ConnectionClosed(ConnectionError):
+    def __init__(self, cause: Cause, detail: str) -> None:
+        super().__init__(f"{cause}: {detail}")
+        self.cause = cause
+
+
+class Connection(asyncio.Protocol):
+    """Made by `dial` and `listen`; of the methods of asyncio.Protocol, only the event loop calls any."""
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        on_open: Callable[[Connection], None] | None = None,
+    ) -> None:
+        self.peer: Hello | Welcome  # set by the handshake
+        self.name = "stranger"  # of the peer, for logs
+        self.on_writable: Callable[[], None] | None = None
+        self._reader = codec.FrameReader(decoder, max_frame_bytes)
+        self._on_open = on_open
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._inbox: deque[Message] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._reading = True
+        self._writable = True
+        self._written = 0  # bytes handed to the transport
+        self._stall: asyncio.TimerHandle | None = None
+        self._end: ConnectionClosed | None = None
+        self._lost = asyncio.Event()
+
+    # -- what its owner uses -------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._end is not None
+
+    @property
+    def end(self) -> ConnectionClosed | None:
+        """Why it closed; None while it is open."""
+        return self._end
+
+    @property
+    def writable(self) -> bool:
+        """Nothing is waiting to be sent. A sender with much to say merges until then; `on_writable` says when."""
+        return self._writable and self._end is None
+
+    def send(self, message: Message) -> None:
+        """Never blocks. After the connection closed, messages vanish: `receive` tells the owner."""
+        if self._end is not None:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent > OUTBOX_BYTES:
+            self._finish(Cause.OUTBOX, f"{unsent} bytes unsent, the limit is {OUTBOX_BYTES}", abort=True)
+            return
+        frame = codec.encode(message)
+        self._written += len(frame)
+        self._transport.write(frame)
+
+    async def receive(self) -> Message:
+        """The next message, in order. Raises ConnectionClosed after the last. One caller at a time."""
+        while not self._inbox:
+            if self._end is not None:
+                raise self._end
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._inbox.popleft()
+        if not self._reading and len(self._inbox) <= _INBOX_LOW and self._end is None:
+            self._reading = True
+            self._transport.resume_reading()
+        return message
+
+    def close(self, cause: Cause = Cause.LOCAL, detail: str = "closed here") -> None:
+        """Sends what is in the outbox, within its limits, and drops what was not received yet."""
+        self._finish(cause, detail, abort=False)
+        self._inbox.clear()
+
+    async def wait_lost(self, limit_s: float) -> None:
+        """Until the socket is gone; it is cut at the limit."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._lost.wait()
+        except TimeoutError:
+            self._transport.abort()
+
+    def trust(self, peer: Hello | Welcome) -> None:
+        """The handshake is over: frames may have their full size from here on."""
+        self.peer = peer
+        self.name = peer.name if isinstance(peer, Hello) else "listener"
+        self._reader.max_frame_bytes = MAX_FRAME_BYTES
+
+    # -- what the event loop calls -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
+        self._transport.set_write_buffer_limits(high=0)
+        if self._on_open is not None:
+            self._on_open(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._end is not None:
+            return
+        messages: list[Message] = []
+        try:
+            self._reader.feed(data, messages)
+        except codec.BadFrame as e:
+            self._inbox.extend(messages)
+            self._finish(Cause(e.kind), str(e), abort=True)
+            return
+        self._inbox.extend(messages)
+        if self._reading and len(self._inbox) > _INBOX_HIGH:
+            self._reading = False
+            self._transport.pause_reading()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._writable = False
+        self._stall = self._loop.call_later(OUTBOX_S, self._check_stall, self._written)
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        if self.on_writable is not None and self._end is None:
+            self.on_writable()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(Cause.EOF, str(exc) if exc else "the peer closed the connection", abort=False)
+        if self._stall is not None:
+            self._stall.cancel()
+        self._lost.set()
+
+    def _check_stall(self, written: int) -> None:
+        """`written` bytes had been handed over when the outbox was last looked at; the oldest must be gone by now."""
+        self._stall = None
+        if self._written - self._transport.get_write_buffer_size() < written:
+            self._finish(Cause.OUTBOX, f"the peer did not read for {OUTBOX_S:g} s", abort=True)
+            self._transport.abort()
+        elif not self._writable:
+            self._stall = self._loop.call_later(OUTBOX_S, self._check_stall, self._written)
+
+    def _finish(self, cause: Cause, detail: str, *, abort: bool) -> None:
+        """The first cause stays."""
+        if self._end is not None:
+            return
+        self._end = ConnectionClosed(cause, detail)
+        if abort:
+            self._transport.abort()
+        else:
+            self._transport.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+# -- dialling ----------------------------------------------------------------------------------------------------------
+
+
+async def dial(
+    address: str,
+    *,
+    role: Role,
+    name: str,
+    incarnation: str,
+    session: int,
+    secret: bytes,
+    timeout_s: float = HANDSHAKE_S,
+) -> Connection:
+    """Raises ConnectionClosed (the other side is not one of us, or gave up), OSError (nobody listens), TimeoutError."""
+    where = addresses.parse(address)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(timeout_s):
+        if isinstance(where, addresses.UnixAddress):
+            _, connection = await loop.create_unix_connection(lambda: Connection(codec.to_dialler), str(where.path))
+        else:
+            _, connection = await loop.create_connection(lambda: Connection(codec.to_dialler), where.host, where.port)
+        try:
+            asked = await connection.receive()
+            if not isinstance(asked, Challenge):
+                raise _untrusted(connection, "the listener did not begin with a challenge")
+            if why := handshake.unspeakable(asked):
+                raise _untrusted(connection, why)
+            hello = handshake.hello(
+                asked, secret=secret, role=role, name=name, incarnation=incarnation, session=session
+            )
+            connection.send(hello)
+            answer = await connection.receive()
+            if not isinstance(answer, Welcome | Rejected):
+                raise _untrusted(connection, f"a {type(answer).__name__} instead of a welcome")
+            if why := handshake.distrust(asked, hello, answer, secret=secret):
+                raise _untrusted(connection, why)
+            assert isinstance(answer, Welcome)
+            connection.trust(answer)
+            return connection
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _untrusted(connection: Connection, why: str) -> ConnectionClosed:
+    connection.close(Cause.UNTRUSTED, why)
+    return ConnectionClosed(Cause.UNTRUSTED, why)
+
+
+# -- listening ---------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Accepts connections until closed. `ended` counts how connections ended, by Cause."""
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        incarnation: str,
+        welcome: Callable[[], EngineInfo | None],
+        handler: Callable[[Connection], Awaitable[None]],
+        admit: Callable[[Hello], str | None] | None,
+    ) -> None:
+        self.address = ""
+        self.ended: Counter[Cause] = Counter()
+        self._secret = secret
+        self._incarnation = incarnation
+        self._welcome = welcome
+        self._handler = handler
+        self._admit = admit
+        self._num_strangers = 0
+        self._tasks: dict[asyncio.Task[None], Connection] = {}
+        self._server: asyncio.Server
+        self._socket_file: tuple[str, int] | None = None  # path and inode
+
+    async def close(self, limit_s: float = 2.0) -> None:
+        """Stops accepting, closes every connection, waits for their handlers, removes the socket file."""
+        self._server.close()
+        self._remove_socket_file()
+        for connection in self._tasks.values():
+            connection.close(detail="the listener shuts down")
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=limit_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=limit_s)
+
+    def _protocol(self) -> Connection:
+        return Connection(codec.to_listener, STRANGER_FRAME_BYTES, on_open=self._opened)
+
+    def _opened(self, connection: Connection) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(connection))
+        self._tasks[task] = connection
+        task.add_done_callback(self._tasks.pop)
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            if await self._introduce(connection):
+                await self._handler(connection)
+                connection.close(detail="served")
+        except ConnectionClosed as e:
+            connection.close(e.cause, str(e))
+        except Exception:
+            log.exception("wire.handler_failed", {"peer": connection.name})
+            connection.close(detail="handler failed")
+        finally:
+            connection.close()
+            self._count(connection)
+            await connection.wait_lost(OUTBOX_S)
+
+    async def _introduce(self, connection: Connection) -> bool:
+        if self._num_strangers >= MAX_STRANGERS:
+            connection.close(Cause.CROWDED, f"{MAX_STRANGERS} handshakes are under way")
+            return False
+        self._num_strangers += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                asked = handshake.challenge()
+                connection.send(asked)
+                hello = await connection.receive()
+        except TimeoutError:
+            connection.close(Cause.SILENT, f"no hello within {HANDSHAKE_S:g} s")
+            return False
+        finally:
+            self._num_strangers -= 1
+        if not isinstance(hello, Hello):
+            why: str | None = f"a {type(hello).__name__} instead of a hello"
+        else:
+            why = handshake.refusal(asked, hello, secret=self._secret)
+            if why is None and self._admit is not None:
+                why = self._admit(hello)
+        if why is not None:
+            connection.send(Rejected(reason=why))
+            connection.close(Cause.UNTRUSTED, why)
+            return False
+        assert isinstance(hello, Hello)
+        connection.trust(hello)
+        connection.send(
+            handshake.welcome(asked, hello, secret=self._secret, incarnation=self._incarnation, engine=self._welcome())
+        )
+        return True
+
+    def _count(self, connection: Connection) -> None:
+        end = connection.end
+        assert end is not None
+        self.ended[end.cause] += 1
+        if end.cause not in (Cause.LOCAL, Cause.EOF):
+            log.warning("wire.disconnected", {"peer": connection.name, "cause": end.cause, "detail": str(end)})
+
+    def _remove_socket_file(self) -> None:
+        """Only the file this listener made: a successor may have put its own there."""
+        if self._socket_file is not None:
+            path, inode = self._socket_file
+            with contextlib.suppress(FileNotFoundError):
+                if os.lstat(path).st_ino == inode:
+                    os.unlink(path)
+
+
+async def listen(
+    address: str,
+    *,
+    secret: bytes,
+    incarnation: str,
+    welcome: Callable[[], EngineInfo | None],
+    handler: Callable[[Connection], Awaitable[None]],
+    admit: Callable[[Hello], str | None] | None = None,
+) -> Listener:
+    """`handler` owns one connection, which is closed when it returns; ConnectionClosed may pass through it.
+
+    `admit` may turn an authenticated dialler away with a reason. Raises ValueError (address, secret), OSError (taken).
+    """
+    if not secret:
+        raise ValueError("an empty shared secret protects nothing: set SHOAL_SECRET")
+    where = addresses.parse(address)
+    sock = addresses.bind(where)
+    listener = Listener(secret=secret, incarnation=incarnation, welcome=welcome, handler=handler, admit=admit)
+    loop = asyncio.get_running_loop()
+    if isinstance(where, addresses.UnixAddress):
+        listener._socket_file = (str(where.path), where.path.lstat().st_ino)
+        listener._server = await loop.create_unix_server(listener._protocol, sock=sock)
+        listener.address = str(where)
+    else:
+        listener._server = await loop.create_server(listener._protocol, sock=sock)
+        listener.address = str(addresses.TcpAddress(where.host, _port(sock)))
+    return listener
+
+
+def _port(sock: socket.socket) -> int:
+    port: int = sock.getsockname()[1]
+    return port
