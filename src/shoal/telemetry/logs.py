@@ -1,0 +1,59 @@
+"""One log line per record: `time level component event key=value ...`, on stderr.
+
+The message is the event's name, its fields are a mapping: `log.info("engine.ready", {"blocks": 1000})`.
+Prompts, outputs and keys are never fields. Control characters are escaped, so no value can forge a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Mapping
+
+_MAX_VALUE_CHARS = 500
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_PLAIN = re.compile(r"[\w.:/@%+,\-\[\]()]+")
+
+
+class LineFormatter(logging.Formatter):
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = record.args if isinstance(record.args, Mapping) else {}
+        event = escape(str(record.msg) if fields else record.getMessage())
+        parts = [f"{stamp}.{int(record.msecs):03d}Z", record.levelname.lower(), self._component, event]
+        parts += [f"{key}={_quote(value)}" for key, value in fields.items()]
+        line = " ".join(parts)
+        if record.exc_info:
+            line += "".join("\n  | " + escape(text) for text in self.formatException(record.exc_info).splitlines())
+        return line
+
+
+def escape(text: str) -> str:
+    """Control characters and line separators become visible escapes."""
+    return _UNSAFE.sub(lambda found: repr(found.group())[1:-1], text)
+
+
+def _quote(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    if len(text) > _MAX_VALUE_CHARS:
+        text = text[:_MAX_VALUE_CHARS] + "…"
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + escape(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def setup(component: str, name: str = "", level: int = logging.INFO) -> None:
+    """Once per process, by its main. `name` tells processes of one component apart: engine-0, engine-1."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(name or component))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for noisy in ("asyncio", "httpcore", "urllib3", "uvicorn", "uvicorn.error", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
