@@ -1,5 +1,0 @@
-"""The `shoal` command."""
-
-
-def main() -> None:
-    raise SystemExit("shoal: no command yet")

@@ -1,0 +1,14 @@
+"""The `shoal` command: it parses, calls one function of the package concerned, and says what went wrong.
+
+Owns: options, exit codes (0 done, 1 failed, 2 a bad value), what a terminal shows. Must not know: how anything is done.
+Importing it must stay cheap: what needs torch, an HTTP server or a tokenizer is imported inside the commands.
+Start reading at `app.py`; `options.py` turns the configuration's fields into options.
+"""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    from shoal.cli.app import main
+
+    main()

@@ -1,0 +1,86 @@
+"""`shoal engine`, `gateway`, `controller`: one process each. The launchers start their children with these."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from shoal.cli.options import ConfigFile, Model, resolve, with_settings
+
+Name = Annotated[
+    str, typer.Option("--name", metavar="TEXT", help="name in logs and on the status page; unique in the fleet")
+]
+Listen = Annotated[str, typer.Option("--listen", metavar="ADDRESS", help="unix:/path or tcp:host:port")]
+Controller = Annotated[
+    str, typer.Option("--controller", metavar="ADDRESS", help="where the controller listens; empty: do without one")
+]
+Engines = Annotated[
+    list[str] | None,
+    typer.Option("--engine", metavar="ADDRESS", help="an engine of a fixed list; may be repeated"),
+]
+
+
+@with_settings("model", "engine")
+def engine(
+    *,
+    model: Model = None,
+    config: ConfigFile = None,
+    name: Name = "engine-0",
+    listen: Listen = "tcp:127.0.0.1:8010",
+    controller: Controller = "",
+    settings: dict[str, Any],
+) -> None:
+    """Start one engine: tokens in, tokens out."""
+    from shoal import models
+    from shoal.engine import main
+
+    values = resolve(config, settings, model)
+    main.run(
+        values.engine,
+        model_dir=models.resolve(values.model.name),
+        served_name=values.model.public_name,
+        name=name,
+        listen=listen,
+        controller=controller,
+    )
+
+
+@with_settings("model", "gateway")
+def gateway(
+    *,
+    model: Model = None,
+    config: ConfigFile = None,
+    name: Name = "gateway-0",
+    controller: Controller = "",
+    engine: Engines = None,
+    settings: dict[str, Any],
+) -> None:
+    """Start one gateway: the OpenAI-compatible API."""
+    from shoal import models
+    from shoal.gateway import main
+
+    values = resolve(config, settings, model)
+    main.run(
+        values.gateway,
+        model_dir=models.resolve(values.model.name),
+        served_name=values.model.public_name,
+        name=name,
+        controller=controller,
+        engines=tuple(engine or ()),
+    )
+
+
+@with_settings("controller")
+def controller(
+    *,
+    config: ConfigFile = None,
+    name: Name = "controller",
+    listen: Listen = "tcp:127.0.0.1:8002",
+    settings: dict[str, Any],
+) -> None:
+    """Start the controller: who is there, who can take work."""
+    from shoal.controller import main
+
+    values = resolve(config, settings)
+    main.run(values.controller, name=name, listen=listen)
