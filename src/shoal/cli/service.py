@@ -1,0 +1,58 @@
+"""A running service, as the commands that talk to one see it: its address, its key, its errors in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+CONNECT_S = 5.0
+SILENCE_S = 60.0  # a stream says something at least every 10 s
+
+
+class ServiceError(Exception):
+    """What to tell the user; one line."""
+
+
+@asynccontextmanager
+async def request(method: str, url: str, path: str, body: Any = None) -> AsyncIterator[aiohttp.ClientResponse]:
+    """One request to the service at `url`. Raises ServiceError for whatever goes wrong, also while the body is read."""
+    base = url.rstrip("/").removesuffix("/v1")
+    key = os.environ.get("SHOAL_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENCE_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            session.request(method, base + path, json=body, allow_redirects=False) as response,
+        ):
+            if response.status >= 300:
+                raise ServiceError(await _explain(response))
+            yield response
+    except aiohttp.ClientConnectorError as error:
+        raise ServiceError(f"cannot reach {base} ({os.strerror(error.os_error.errno or 0)}); is `shoal serve` running?") from None
+    except aiohttp.InvalidURL:
+        raise ServiceError(f"--url: {url!r} is not allowed; allowed: http://host:port") from None
+    except TimeoutError:
+        raise ServiceError(f"{base} does not answer") from None
+    except aiohttp.ClientError as error:
+        raise ServiceError(f"{base}: {error or type(error).__name__}") from None
+
+
+async def _explain(response: aiohttp.ClientResponse) -> str:
+    text = (await response.content.read(1 << 16)).decode(errors="replace")
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = " ".join(text.split())[:200] or response.reason
+    hint = "; set SHOAL_API_KEY" if response.status == 401 else ""
+    return f"{response.url} answered {response.status}: {message}{hint}"
+
+
+def printable(text: str) -> str:
+    """A model's text without the characters that steer a terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
