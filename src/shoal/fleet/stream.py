@@ -1,0 +1,251 @@
+"""One prompt of a client request over its attempts: what replicas report goes in, what the gateway must do comes out.
+
+The choices (n) of a prompt travel together: same replica, same attempt.
+
+    WAITING ──sent──► SENT ──first news──► STREAMING ──every choice ended──► ENDED
+       ▲                │                      │
+       └── lost, ≤ 2 ───┘                      └── lost: FAILED (the client has half an answer: it must be told)
+
+The seam is checked here: the token indices of a choice run 0, 1, 2 … without gap or repeat, and a choice ends once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from shoal.core.request import Finish, Refusal
+
+MAX_ATTEMPTS = 3
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # no attempt is open
+    SENT = "sent"  # a replica has it, nothing came back
+    STREAMING = "streaming"  # part of the answer came back
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.SENT, Phase.FAILED}),
+    Phase.SENT: frozenset({Phase.WAITING, Phase.STREAMING, Phase.FAILED}),
+    Phase.STREAMING: frozenset({Phase.ENDED, Phase.FAILED}),
+    Phase.ENDED: frozenset(),
+    Phase.FAILED: frozenset(),
+}
+
+
+# -- effects, performed by the gateway in the order of the list ----------------------------------------------------------
+
+
+class Deliver(NamedTuple):
+    """New tokens of a choice, in order."""
+
+    choice: int
+    tokens: Sequence[int]
+    logprobs: Sequence[Any]  # core.plan.Logprobs: as many as tokens, or none
+
+
+class Ended(NamedTuple):
+    """The choice is complete. `reason` is STOP or LENGTH; everything else is a failure."""
+
+    choice: int
+    reason: Finish
+    stop_token: int | None  # the last delivered token, where that one ended it
+    cached_tokens: int
+
+
+class Withdraw(NamedTuple):
+    """Tell the replica to drop these choices."""
+
+    choices: tuple[int, ...]
+
+
+class SendAgain(NamedTuple):
+    """Pick a replica, rather not one of `avoid`, and send every choice to it, `wait_ms` from now."""
+
+    wait_ms: int  # before jitter
+    avoid: frozenset[str]
+
+
+class Failed(NamedTuple):
+    """The whole request is over. `reason` is one of the gateway's error reasons."""
+
+    reason: str
+    message: str
+
+
+Effect = Deliver | Ended | Withdraw | SendAgain | Failed
+
+
+class RetryBudget:
+    """Retries ≤ 0.2 × requests + 3 in any window of time: a failing fleet is not hit much harder than a healthy one."""
+
+    SHARE, BURST = 0.2, 3.0
+
+    def __init__(self) -> None:
+        self._tokens = self.BURST
+
+    def request(self) -> None:
+        self._tokens = min(self.BURST, self._tokens + self.SHARE)
+
+    def take(self) -> bool:
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+
+@dataclass(slots=True)
+class _Choice:
+    next_index: int = 0
+    open: bool = True
+
+
+class Stream:
+    """The state machine. It owns the phase, the attempts and each choice's next token index."""
+
+    def __init__(self, num_choices: int, budget: RetryBudget) -> None:
+        self.phase = Phase.WAITING
+        self.attempt = 0  # of the open or latest attempt; counts from 1
+        self.replica = ""
+        self._avoid: frozenset[str] = frozenset()
+        self._next_scored = 1
+        self._budget = budget
+        self._choices = [_Choice() for _ in range(num_choices)]
+
+    @property
+    def over(self) -> bool:
+        return self.phase in (Phase.ENDED, Phase.FAILED)
+
+    def open_choices(self) -> tuple[int, ...]:
+        return tuple(number for number, choice in enumerate(self._choices) if choice.open)
+
+    # -- inputs --------------------------------------------------------------------------------------------------------
+
+    def sent(self, replica: str) -> None:
+        """An attempt has left for a replica."""
+        self._move(Phase.SENT)
+        self.attempt += 1
+        self.replica = replica
+
+    def update(
+        self,
+        choice: int,
+        index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[Any] = (),
+        ending: tuple[Finish, int | None, int, str] | None = None,
+    ) -> list[Effect]:
+        """A replica's news of one choice: tokens from output position `index` on, and perhaps its end
+        (reason, stop token, cached tokens, message)."""
+        state = self._choices[choice]
+        if self.over or not state.open:
+            return []  # late news of something withdrawn
+        effects: list[Effect] = []
+        if tokens:
+            if index != state.next_index:
+                return self._fail("seam_broken", f"token {state.next_index} was due and {index} came")
+            if logprobs and len(logprobs) != len(tokens):
+                return self._fail("seam_broken", f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+            state.next_index += len(tokens)
+            effects.append(Deliver(choice, tokens, logprobs))
+        self.committed()
+        if ending is not None:
+            effects += self._end(choice, tokens, *ending)
+        return effects
+
+    def scored(self, start: int, count: int) -> list[Effect]:
+        """A replica's logprobs of prompt tokens [start, start + count). They begin at 1."""
+        if self.over:
+            return []
+        if start != self._next_scored:
+            return self._fail("seam_broken", f"prompt token {self._next_scored} was due and {start} came")
+        self._next_scored += count
+        self.committed()
+        return []
+
+    def committed(self) -> None:
+        """Something of the answer came back: from now on the request cannot silently start over."""
+        if self.phase is Phase.SENT:
+            self._move(Phase.STREAMING)
+
+    def refused(self, reason: Refusal, message: str) -> list[Effect]:
+        """The replica did not accept a choice."""
+        if self.over:
+            return []
+        if reason is Refusal.DRAINING:
+            return self.lost(reason.value, message)
+        return self._fail(reason.value, message)
+
+    def lost(self, reason: str, message: str) -> list[Effect]:
+        """The replica, or the way to it, is gone."""
+        if self.over:
+            return []
+        if self.phase is not Phase.SENT or self.attempt >= MAX_ATTEMPTS or not self._budget.take():
+            return self._fail(reason, message, reachable=False)
+        self._move(Phase.WAITING)
+        self._avoid |= {self.replica}
+        return [SendAgain(50 << (self.attempt - 1), self._avoid)]
+
+    def unplaced(self, reason: str, message: str) -> list[Effect]:
+        """No replica could be found for the next attempt."""
+        return [] if self.over else self._fail(reason, message, reachable=False)
+
+    def enough(self, choice: int) -> list[Effect]:
+        """The gateway has all that it wants of a choice (a stop string was found)."""
+        if self.over or not self._choices[choice].open:
+            return []
+        self._close(choice)
+        return [Withdraw((choice,))]
+
+    def cancel(self) -> list[Effect]:
+        """The client is gone, or its time is up."""
+        if self.over:
+            return []
+        return [effect for effect in self._fail("cancelled", "") if isinstance(effect, Withdraw)]  # nobody to tell
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        choice: int,
+        tokens: Sequence[int],
+        reason: Finish,
+        stop_token: int | None,
+        cached_tokens: int,
+        message: str,
+    ) -> list[Effect]:
+        if reason in _ABNORMAL:
+            self._choices[choice].open = False
+            return self._fail(reason=_ABNORMAL[reason], message=message or f"the replica ended it with {reason}")
+        if stop_token is not None and (not tokens or tokens[-1] != stop_token):
+            self._choices[choice].open = False
+            return self._fail("seam_broken", "the stop token is not the last token")
+        self._close(choice)
+        return [Ended(choice, reason, stop_token, cached_tokens)]
+
+    def _close(self, choice: int) -> None:
+        self._choices[choice].open = False
+        if not self.open_choices():
+            self.committed()
+            self._move(Phase.ENDED)
+
+    def _fail(self, reason: str, message: str, *, reachable: bool = True) -> list[Effect]:
+        """Ends every choice. Where the replica still works on some and can be told, it is told."""
+        working = self.open_choices() if reachable and self.phase in (Phase.SENT, Phase.STREAMING) else ()
+        for choice in self._choices:
+            choice.open = False
+        self._move(Phase.FAILED)
+        failed = Failed(reason, message)
+        return [Withdraw(working), failed] if working else [failed]
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in TRANSITIONS[self.phase], f"{self.phase} -> {phase}"
+        self.phase = phase
+
+
+_ABNORMAL = {Finish.ABORT: "engine_aborted", Finish.ERROR: "engine_error"}
