@@ -1,0 +1,74 @@
+"""What every bench shares: `--quick` and `--json FILE`, a table on the terminal, claims with their targets.
+
+Tables are kept in the JSON file too, which holds {bench, quick, machine, claims: [{name, value, target, ok}], tables}.
+A missed claim is printed and recorded; it does not change the exit status, since a busy machine may miss a target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the two options that every bench takes; a bench may add its own."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="less than a minute, for CI: fewer repetitions")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write claims and tables to FILE")
+    return parser
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The exact percentile by the nearest-rank rule: the smallest value with at least `percent` % at or below it."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(0, int(rank) - 1)]
+
+
+class Report:
+    """Collects claims and tables while a bench runs; `finish()` prints the claims and writes the JSON file."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.quick: bool = options.quick
+        self._file: Path | None = options.json
+        self._claims: list[dict[str, Any]] = []
+        self._tables: dict[str, list[dict[str, Any]]] = {}
+        self._console = Console()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Prints at once; put units into the column names."""
+        self._tables[title] = [dict(zip(columns, row, strict=True)) for row in rows]
+        self._print(title, columns, rows)
+
+    def claim(self, name: str, value: Any, target: str, ok: bool) -> None:
+        """One measurable statement, e.g. claim("decode p50 ms", 0.8, "<= 1", True)."""
+        self._claims.append({"name": name, "value": value, "target": target, "ok": bool(ok)})
+
+    def finish(self) -> None:
+        rows = [(c["name"], c["value"], c["target"], "yes" if c["ok"] else "NO") for c in self._claims]
+        self._print("claims", ("claim", "value", "target", "ok"), rows)
+        if self._file is None:
+            return
+        machine = {"python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count()}
+        document = {"bench": self.name, "quick": self.quick, "machine": machine}
+        document |= {"claims": self._claims, "tables": self._tables}
+        self._file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+    def _print(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="left" if column == columns[0] else "right")
+        for row in rows:
+            table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+        self._console.print(table)
