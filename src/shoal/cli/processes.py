@@ -32,10 +32,10 @@ def engine(
     settings: dict[str, Any],
 ) -> None:
     """Start one engine: tokens in, tokens out."""
+    values = resolve(config, settings, model)
     from shoal import models
     from shoal.engine import main
 
-    values = resolve(config, settings, model)
     main.run(
         values.engine,
         model_dir=models.resolve(values.model.name),
@@ -57,10 +57,10 @@ def gateway(
     settings: dict[str, Any],
 ) -> None:
     """Start one gateway: the OpenAI-compatible API."""
+    values = resolve(config, settings, model)
     from shoal import models
     from shoal.gateway import main
 
-    values = resolve(config, settings, model)
     main.run(
         values.gateway,
         model_dir=models.resolve(values.model.name),
@@ -80,7 +80,7 @@ def controller(
     settings: dict[str, Any],
 ) -> None:
     """Start the controller: who is there, who can take work."""
+    values = resolve(config, settings)
     from shoal.controller import main
 
-    values = resolve(config, settings)
     main.run(values.controller, name=name, listen=listen)

@@ -1,10 +1,13 @@
-"""`shoal pull`: a model onto this machine."""
+"""`shoal pull`: a model onto this machine, with progress on stderr."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+STAGES = {"wait": "waiting for another pull", "download": "downloading", "convert": "converting"}
 
 
 def pull(
@@ -14,6 +17,28 @@ def pull(
     ],
 ) -> None:
     """Download a model, convert it if need be, and print its folder."""
+    typer.echo(fetch(model))
+
+
+def fetch(model: str) -> Path:
+    """The model's folder, pulled if it is not here yet. A bar on a terminal, a line per stage elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
     from shoal import models
 
-    typer.echo(models.pull(model))
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(progress: models.Progress) -> None:
+            if progress.stage not in tasks:
+                for task in bars.tasks:  # a new stage begins when the one before is done
+                    bars.update(task.id, completed=task.total or 0)
+                tasks[progress.stage] = bars.add_task(f"{STAGES[progress.stage]} {model}", total=None)
+                if not console.is_terminal:
+                    typer.echo(f"{STAGES[progress.stage]} {model}", err=True)
+            bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes or None)
+
+        return models.pull(model, show)

@@ -34,7 +34,9 @@ async def request(method: str, url: str, path: str, body: Any = None) -> AsyncIt
                 raise ServiceError(await _explain(response))
             yield response
     except aiohttp.ClientConnectorError as error:
-        raise ServiceError(f"cannot reach {base} ({os.strerror(error.os_error.errno or 0)}); is `shoal serve` running?") from None
+        raise ServiceError(
+            f"cannot reach {base} ({os.strerror(error.os_error.errno or 0)}); is `shoal serve` running?"
+        ) from None
     except aiohttp.InvalidURL:
         raise ServiceError(f"--url: {url!r} is not allowed; allowed: http://host:port") from None
     except TimeoutError:
