@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -93,7 +93,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 class _GenerationBlock(Extension):
     """`{% generation %}…{% endgeneration %}` marks, for training, what an assistant wrote. Here it is its content."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  the base class declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
