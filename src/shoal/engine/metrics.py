@@ -1,0 +1,83 @@
+"""What an engine shows Prometheus: the scheduler's view at the moment of the scrape, and histograms of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shoal.core.plan import View
+from shoal.engine.loop import Step
+from shoal.engine.server import Server
+from shoal.telemetry.metrics import SECONDS, TOKENS
+
+KINDS = ("decode", "mixed", "prefill")
+
+
+class StepMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tokens = Histogram(
+            "shoal:iteration_tokens_total", "tokens computed in a step", buckets=TOKENS, registry=registry
+        )
+        times = Histogram(
+            "shoal:step_time_seconds", "device time of a step", ["kind"], buckets=SECONDS, registry=registry
+        )
+        errors = Histogram(
+            "shoal:step_prediction_error_ratio",
+            "|predicted - measured| / measured time of a step",
+            ["kind"],
+            buckets=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+            registry=registry,
+        )
+        self._times = {kind: times.labels(kind) for kind in KINDS}
+        self._errors = {kind: errors.labels(kind) for kind in KINDS}
+
+    def observe(self, step: Step) -> None:
+        self._tokens.observe(step.num_tokens)
+        self._times[step.kind].observe(step.busy_ns / 1e9)
+        self._errors[step.kind].observe(abs(step.predicted_ns - step.busy_ns) / max(step.busy_ns, 1))
+
+
+class EngineCollector(Collector):
+    """Reads the last published view; nothing is counted twice, and a scrape costs the step thread nothing."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._server.view
+        yield from _gauges(view)
+        yield from _counters(view)
+        yield GaugeMetricFamily("shoal:ready", "1: the step loop takes work", float(self._server.ready))
+        yield GaugeMetricFamily("shoal:num_sessions", "connected gateways", self._server.num_sessions)
+        ended = CounterMetricFamily("shoal:wire_disconnects", "ended connections by cause", labels=["cause"])
+        for cause, count in sorted(self._server.ended.items()):
+            ended.add_metric([cause], count)
+        yield ended
+
+
+def _gauges(view: View) -> Iterator[Metric]:
+    used = view.total_blocks - view.free_blocks - view.cached_blocks
+    for name, text, value in (
+        ("num_requests_running", "requests that take part in steps", view.num_running),
+        ("num_requests_waiting", "requests that wait in the engine", view.num_waiting),
+        ("kv_cache_usage_perc", "share of KV blocks that live requests hold, 0 to 1", used / max(view.total_blocks, 1)),
+        ("kv_cache_cached_blocks", "blocks that nobody holds and a prefix hit would find", view.cached_blocks),
+        ("waiting_tokens", "tokens to compute before the waiting requests sample", view.waiting_tokens),
+    ):
+        yield GaugeMetricFamily(f"shoal:{name}", text, value)
+
+
+def _counters(view: View) -> Iterator[Metric]:
+    for name, text, value in (
+        ("steps", "steps planned", view.step),
+        ("prompt_tokens", "prompt tokens accepted", view.prompt_tokens),
+        ("generation_tokens", "tokens sampled", view.generation_tokens),
+        ("num_preemptions", "requests sent back to the waiting line", view.preemptions),
+        ("recomputed_tokens", "tokens computed again after a preemption", view.recomputed_tokens),
+        ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),
+        ("prefix_cache_hits", "prompt tokens found in the prefix cache", view.prefix_hits),
+    ):
+        yield CounterMetricFamily(f"shoal:{name}", text, value)

@@ -1,0 +1,94 @@
+"""One gateway's session at this engine: its connection, and what it has not been told yet.
+
+While the gateway reads, each turn becomes one frame. While it does not, updates merge per stream and leave as one
+frame when the connection is writable again, or never, when the outbox's limits close it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from shoal.core.plan import View
+from shoal.engine.updates import merge
+from shoal.wire.connection import Connection
+from shoal.wire.messages import Announce, Costs, Frame, Hello, Refusing, Update
+
+BEAT_S = 0.5  # longest silence while idle; also the shortest time between two reports of changed costs
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What every frame says about the engine as a whole."""
+
+    view: View
+    ready: bool
+    costs: Costs
+
+
+class Session:
+    def __init__(self, key: int, hello: Hello, connection: Connection, pulse: Callable[[], Pulse]) -> None:
+        self.key = key
+        self.hello = hello
+        self.connection = connection
+        self._pulse = pulse
+        self._updates: dict[str, Update] = {}
+        self._refused: list[Refusing] = []
+        self._loop = asyncio.get_running_loop()
+        self._sent_s = 0.0
+        self._costs: Costs | None = None
+        self._costs_sent_s = 0.0
+        self._beat = self._loop.call_later(0, self._on_beat)
+        connection.on_writable = self._on_writable
+
+    def close(self) -> None:
+        self._beat.cancel()
+        self.connection.on_writable = None
+        self.connection.close()
+
+    def add(self, updates: Iterable[Update], refused: Iterable[Refusing]) -> None:
+        for update in updates:
+            earlier = self._updates.get(update.id)
+            self._updates[update.id] = update if earlier is None else merge(earlier, update)
+        self._refused += refused
+        self._on_writable()
+
+    def beat(self) -> None:
+        """A frame now, whether or not there is news of a stream."""
+        if self.connection.writable:
+            self._send()
+
+    def announce(self, what: str, predicted_ns: int) -> None:
+        if self.connection.writable:
+            self.connection.send(Announce(what=what, predicted_ns=predicted_ns))
+
+    def _on_writable(self) -> None:
+        if self.connection.writable and (self._updates or self._refused):
+            self._send()
+
+    def _on_beat(self) -> None:
+        due_s = self._sent_s + BEAT_S
+        if self._loop.time() >= due_s:
+            due_s = self._loop.time() + BEAT_S
+            self.beat()
+        self._beat = self._loop.call_at(due_s, self._on_beat)
+
+    def _send(self) -> None:
+        now_s = self._loop.time()
+        pulse = self._pulse()
+        costs = None
+        if pulse.costs != self._costs and now_s - self._costs_sent_s >= BEAT_S:
+            costs = self._costs = pulse.costs
+            self._costs_sent_s = now_s
+        frame = Frame(
+            view=pulse.view,
+            updates=tuple(self._updates.values()),
+            refused=tuple(self._refused),
+            costs=costs,
+            ready=pulse.ready,
+        )
+        self._updates.clear()
+        self._refused.clear()
+        self._sent_s = now_s
+        self.connection.send(frame)

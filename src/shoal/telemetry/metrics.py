@@ -1,0 +1,31 @@
+"""How every process shows its Prometheus metrics: one registry, one small listener on loopback.
+
+Names are `shoal:*` with vLLM's spelling of the noun wherever vLLM has the same thing.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def new_registry() -> CollectorRegistry:
+    """With what every process shows: memory, processor time, open files."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+class Exporter:
+    """Serves a registry at `url`, from a thread of its own, until closed."""
+
+    def __init__(self, registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=2.0)
