@@ -37,7 +37,7 @@ class Slice(NamedTuple):
 
     id: str
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     blocks: tuple[int, ...]  # appended to the request's block table before the step
     from_step: int  # the last input token is the one that this earlier step samples for the request; -1: all ids known
     sample: bool  # sample the token at position start + count
@@ -84,7 +84,7 @@ class Token(NamedTuple):
     """One sampled token, accepted. A stop token is reported too; whether it becomes text is the gateway's matter."""
 
     id: str
-    index: int  # position in the output, counting `RequestSpec.output`
+    index: int  # type: ignore[assignment]  # position in the output, counting `RequestSpec.output`
     token: int
     logprobs: Logprobs | None
 

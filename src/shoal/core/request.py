@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shoal.core.kv.prefix import Chain
+
 
 class State(StrEnum):
     WAITING = "waiting"  # holds no blocks
@@ -78,3 +80,72 @@ class RequestSpec:
     tenant: str = ""
     salt: str = ""  # separates prefix caches; from the authenticated tenant, never from a body; "" is no salt
     prefix_keys: tuple[bytes, ...] = ()  # chained keys of the prompt's full blocks, where the gateway made them
+
+
+def positions(spec: RequestSpec) -> int:
+    """Tokens of a request whose KV is ever stored. The last token sampled is never an input, so it needs no place."""
+    num_prompt = len(spec.prompt)
+    return max(num_prompt + len(spec.output), num_prompt + spec.max_tokens - 1)
+
+
+class Request:
+    """An accepted request: its state, its tokens and its blocks. The scheduler alone changes it.
+
+    0 <= computed <= scheduled <= known, as drawn in plan.py; known = len(tokens) + placeholders.
+    """
+
+    __slots__ = (
+        "blocks", "cached_tokens", "capacity", "chain", "computed", "final", "id", "known", "last_step",
+        "leader", "limit", "lost", "num_prompt", "order", "placeholders", "scheduled", "scored", "spec", "state",
+        "stops", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, spec: RequestSpec, arrival: int, chain: Chain, leader: Request | None) -> None:
+        self.spec = spec
+        self.id = spec.id
+        self.state = State.WAITING
+        self.order = (spec.priority, arrival, spec.id)  # who comes first, everywhere
+        self.leader = leader  # None once its prompt is computed, or it ended
+        self.stops = frozenset(spec.stop_token_ids)
+        self.num_prompt = len(spec.prompt)
+        self.limit = self.num_prompt + spec.max_tokens  # known tokens at which sampling stops
+        self.final = positions(spec)  # computed tokens at which nothing is left to compute
+
+        self.tokens = [*spec.prompt, *spec.output]  # filled ids
+        self.placeholders = 0  # tokens that steps in flight will sample
+        self.known = len(self.tokens)
+        self.scheduled = 0
+        self.computed = 0
+        self.last_step = 0  # newest step that names it
+
+        self.blocks: list[int] = []
+        self.capacity = 0  # tokens that fit into the blocks
+        self.chain = chain
+        self.cached_tokens = -1  # prompt tokens found at the first admission; -1: not admitted yet
+        self.lost = 0  # computed tokens lost by the last preemption
+        self.scored = 1  # next prompt position whose logprobs the caller lacks
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled when all known tokens are computed."""
+        return self.known < self.limit
+
+    def move(self, state: State) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.id}: {self.state} -> {state}"
+        self.state = state
+
+    def check(self, block_tokens: int) -> None:
+        """AssertionError where the ranges of plan.py do not hold."""
+        ranges = (self.computed, self.scheduled, self.known)
+        assert 0 <= self.computed <= self.scheduled <= self.known, f"{self.id}: computed, scheduled, known = {ranges}"
+        assert self.placeholders >= 0 and self.known == len(self.tokens) + self.placeholders, (
+            f"{self.id}: known {self.known}"
+        )
+        assert self.computed <= len(self.tokens), f"{self.id}: computed beyond its filled tokens"
+        assert self.capacity == len(self.blocks) * block_tokens, f"{self.id}: capacity {self.capacity}"
+        assert self.scheduled <= self.capacity, f"{self.id}: scheduled {self.scheduled} of capacity {self.capacity}"
+        assert self.scheduled <= self.final, f"{self.id}: scheduled {self.scheduled} beyond {self.final}"

@@ -1,0 +1,91 @@
+"""Who advances by how many tokens in this step.
+
+Today, token by token and first come first served: every running request that needs one token to sample the next gets
+it, then running requests that are further behind share what is left, then newcomers do. A chunk is cut to the token
+budget, to `max_prefill_chunk` and to what `max_step_ns` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.core.limits import Limits
+from shoal.core.request import Request
+from shoal.core.stepcost import Features, StepCost, attended_tokens
+
+
+def split(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    """(those one token away from sampling, those further behind); who has all its tokens planned is in neither."""
+    decodes, behind = [], []
+    for request in running:
+        if request.known - request.scheduled == 1 and request.known < request.limit:
+            decodes.append(request)
+        elif request.scheduled < request.final:
+            behind.append(request)
+    return decodes, behind
+
+
+class Room:
+    """What is left of one step while it is being composed: tokens and time."""
+
+    def __init__(self, limits: Limits, cost: StepCost) -> None:
+        self._cost = cost
+        self._max_ns = limits.max_step_ns
+        self._max_tokens = limits.max_num_batched_tokens
+        self._max_chunk = limits.max_prefill_chunk or limits.max_num_batched_tokens
+        self._new = self._attended = self._sequences = self._sampled = 0
+
+    @property
+    def features(self) -> Features:
+        return (1, self._new, self._attended, self._sequences, self._sampled)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._new
+
+    def fit(self, decodes: list[Request]) -> int:
+        """How many of them, from the first on, fit into a step that is still empty; at least one."""
+        attended = sum([request.known for request in decodes])
+        count = min(len(decodes), self._max_tokens)
+        if count == len(decodes) and self._cost.predict((1, count, attended, count, count)) <= self._max_ns:
+            return count
+        attended = 0
+        for place in range(count):
+            attended += decodes[place].known
+            num = place + 1
+            if place and self._cost.predict((1, num, attended, num, num)) > self._max_ns:
+                return place
+        return count
+
+    def take_decodes(self, decodes: list[Request]) -> None:
+        count = len(decodes)
+        self._new += count
+        self._attended += sum([request.known for request in decodes])
+        self._sequences += count
+        self._sampled += count
+
+    def take_chunk(self, start: int, need: int, samples: bool) -> int:
+        """Tokens granted to a request that lacks `need` from position `start` on; `samples`: if it gets them all.
+
+        0: nothing left. The first slice of a step gets at least one token, whatever its time.
+        """
+        most = min(need, self._max_chunk, self._max_tokens - self._new)
+        if most < 1:
+            return 0
+        low, high = 0 if self._sequences else 1, most  # the largest count that fits is in [low, high]
+        middle = most  # the usual case first: all of it fits
+        while low < high:
+            if self._cost.predict(self._with(start, middle, samples and middle == need)) <= self._max_ns:
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        if low:
+            _, self._new, self._attended, self._sequences, self._sampled = self._with(
+                start, low, samples and low == need
+            )
+        return low
+
+    def _with(self, start: int, count: int, samples: bool) -> Features:
+        attended = self._attended + attended_tokens(start, count)
+        return (1, self._new + count, attended, self._sequences + 1, self._sampled + samples)

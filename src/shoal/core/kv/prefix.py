@@ -1,0 +1,116 @@
+"""Which block holds the KV of which prefix.
+
+    scope ── entry 0 ── entry 1 ── entry 2           an entry: key, token ids, block, and the entry before it
+                     └─ entry 1' ── entry 2'
+
+A hit is not believed on its key alone: token ids and the entry before must be the same, so two prefixes whose keys
+collide never read each other's KV; such a lookup is a miss and counts in `collisions`.
+
+Only a filled block gets an entry, and only where its owner's table holds the block of the entry before it too.
+Therefore whoever references a block references the whole prefix before it, and a live entry has a live parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shoal.core.kv.hashing import block_key
+
+
+class Entry:
+    __slots__ = ("block", "key", "live", "parent", "tokens")
+
+    def __init__(self, key: bytes, parent: Entry | bytes, tokens: tuple[int, ...], block: int) -> None:
+        self.key = key
+        self.parent = parent  # bytes: the scope's key, before the first block
+        self.tokens = tokens
+        self.block = block
+        self.live = True  # False once the block was given to someone else
+
+
+class Chain:
+    """One request's prefix keys, each computed once, and how far its own blocks are in the index."""
+
+    __slots__ = ("closed", "keys", "matched", "num_entries", "scope", "tail")
+
+    def __init__(self, scope: bytes, keys: Sequence[bytes] = ()) -> None:
+        self.scope = scope
+        self.keys = list(keys)  # of its first blocks
+        self.matched: list[Entry] = []  # while it waits: the hits found so far
+        self.tail: Entry | bytes = scope  # while it runs: entry of its block num_entries - 1
+        self.num_entries = 0
+        self.closed = False  # another block holds the same content, so its later blocks get no entries
+
+    def key(self, index: int, tokens: tuple[int, ...]) -> bytes:
+        """Key of block `index`, whose token ids are given; asked in order."""
+        keys = self.keys
+        if index == len(keys):
+            keys.append(block_key(keys[-1] if keys else self.scope, tokens))
+        return keys[index]
+
+    def adopt(self, entries: list[Entry]) -> None:
+        """The request starts with the blocks of these hits."""
+        self.num_entries = len(entries)
+        self.tail = entries[-1] if entries else self.scope
+        self.matched = []
+        self.closed = False
+
+
+class PrefixIndex:
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._by_key: dict[bytes, Entry] = {}
+        self._by_block: dict[int, Entry] = {}
+        self.collisions = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._by_key.values())
+
+    def at(self, block: int) -> Entry | None:
+        """The entry whose KV this block holds."""
+        return self._by_block.get(block)
+
+    def match(self, chain: Chain, tokens: list[int], max_blocks: int) -> list[Entry]:
+        """The longest known prefix of `tokens`, at most `max_blocks` blocks of it.
+
+        Asked again while the request waits, it goes on where it was: only what was evicted since is taken back.
+        """
+        matched = chain.matched
+        while matched and not matched[-1].live:
+            matched.pop()
+        size = self._block_tokens
+        parent = matched[-1] if matched else chain.scope
+        for index in range(len(matched), max_blocks):
+            block_tokens = tuple(tokens[index * size : (index + 1) * size])
+            entry = self._by_key.get(chain.key(index, block_tokens))
+            if entry is None:
+                break
+            if entry.tokens != block_tokens or entry.parent != parent:
+                self.collisions += 1
+                break
+            matched.append(entry)
+            parent = entry
+        return matched
+
+    def extend(self, chain: Chain, tokens: list[int], blocks: list[int], num_filled: int) -> None:
+        """Enters the owner's blocks [chain.num_entries, num_filled), whose KV is there."""
+        size = self._block_tokens
+        while chain.num_entries < num_filled and not chain.closed:
+            index = chain.num_entries
+            block_tokens = tuple(tokens[index * size : (index + 1) * size])
+            key = chain.key(index, block_tokens)
+            if key in self._by_key:
+                chain.closed = True  # computed twice at the same time, or a collision
+                return
+            entry = Entry(key, chain.tail, block_tokens, blocks[index])
+            self._by_key[key] = self._by_block[entry.block] = entry
+            chain.tail = entry
+            chain.num_entries = index + 1
+
+    def remove(self, entry: Entry) -> None:
+        """The block is given to someone else."""
+        entry.live = False
+        del self._by_key[entry.key], self._by_block[entry.block]
