@@ -105,7 +105,7 @@ def _is_current(name: str) -> bool:
 
 
 def _means_folder(name: str) -> bool:
-    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or Path(name).is_dir()
+    return name.startswith(("/", "./", "../", "~")) or name in (".", "..") or (name != "" and Path(name).is_dir())
 
 
 def _checked(folder: Path) -> Path:

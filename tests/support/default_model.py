@@ -1,4 +1,4 @@
-"""The real small model, pulled once on a machine. Whoever needs it asks here; parallel test processes wait for one pull."""
+"""The real small model, pulled once on a machine; parallel test processes wait for one pull."""
 
 from __future__ import annotations
 
