@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,10 +109,8 @@ def running(command: Sequence[str], env: dict[str, str] | None = None, **popen: 
         family = descendants(process.pid)
         process.kill()
         for child in family:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
-            except psutil.NoSuchProcess:
-                pass
         process.popen.wait(10.0)
         process._reader.join(5.0)
 

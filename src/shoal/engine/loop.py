@@ -19,11 +19,10 @@ from typing import NamedTuple, Protocol
 from shoal.core.plan import Accepted, Ended, Event, Refused, StepPlan, StepResult, View
 from shoal.core.request import Finish, RequestSpec
 from shoal.engine.updates import Updates
+from shoal.fleet import health
 from shoal.wire.messages import Refusing, Update
 
 ANNOUNCE_NS = 250_000_000  # a step predicted longer than this is announced before it runs
-SUSPECT_NS = 1_500_000_000  # a turn is late after the longer of this and SUSPECT_STEPS times the announced step
-SUSPECT_STEPS = 3
 
 log = logging.getLogger("shoal.engine")
 
@@ -118,7 +117,7 @@ class StepLoop:
         self._in_flight: deque[_Launched] = deque()  # launched and not collected
         self._collected_ns = 0
         self._turn_since_ns: int | None = None  # None: waiting for the inbox
-        self._turn_limit_ns = SUSPECT_NS
+        self._turn_limit_ns = health.suspect_after_ns()
         self._running = False
         self._ended = threading.Event()
 
@@ -186,7 +185,7 @@ class StepLoop:
             while not (self._stopping or self._inbox or self._in_flight or self._owners):
                 self._turn_since_ns = None
                 self._changed.wait()
-            self._turn_limit_ns = SUSPECT_NS
+            self._turn_limit_ns = health.suspect_after_ns()
             self._turn_since_ns = self._clock()
             return not self._stopping
 
@@ -235,7 +234,7 @@ class StepLoop:
             if plan is None:
                 break
             if plan.predicted_ns > ANNOUNCE_NS:
-                self._turn_limit_ns = max(SUSPECT_NS, SUSPECT_STEPS * plan.predicted_ns)
+                self._turn_limit_ns = health.suspect_after_ns(plan.predicted_ns)
                 self._announce(plan.predicted_ns)
             self._in_flight.append(_Launched(plan, self._clock()))
             self._runner.launch(plan)

@@ -14,6 +14,7 @@ from shoal.core.plan import View
 from shoal.core.request import Refusal
 from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.sessions import Pulse, Session
+from shoal.fleet import health
 from shoal.wire.connection import Cause, Connection, Listener, listen
 from shoal.wire.messages import (
     Abort,
@@ -27,7 +28,7 @@ from shoal.wire.messages import (
     Submit,
 )
 
-LEASE_S = 5.0
+LEASE_S = health.LEASE_NS / 1e9
 MAX_CHOICES = 16  # specs in one Submit
 
 log = logging.getLogger("shoal.engine")

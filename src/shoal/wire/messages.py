@@ -29,6 +29,7 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     ENGINE = "engine"
     CONTROLLER = "controller"
+    SUPERVISOR = "supervisor"  # starts the others on one machine; tells the controller how they are
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
@@ -133,7 +134,7 @@ class Announce(Message, frozen=True, tag="announce"):
     predicted_ns: int
 
 
-# -- engine, gateway ↔ controller --------------------------------------------------------------------------------------
+# -- engine, gateway, supervisor ↔ controller --------------------------------------------------------------------------
 
 
 class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,6 +149,16 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: str = ""  # URL
 
 
+class Supervised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One process as its supervisor sees it."""
+
+    name: str
+    state: str  # fleet.lifecycle.Life
+    pid: int = 0
+    restarts: int = 0
+    cause: str = ""  # how it ended last
+
+
 class Register(Message, frozen=True, tag="register"):
     """First message after the handshake, and again whenever a field changed. The role is the handshake's."""
 
@@ -155,6 +166,7 @@ class Register(Message, frozen=True, tag="register"):
     metrics: str = ""
     replica: Replica | None = None  # engines
     url: str = ""  # gateways: the public API
+    processes: tuple[Supervised, ...] = ()  # supervisors
 
 
 class Report(Message, frozen=True, tag="report"):
