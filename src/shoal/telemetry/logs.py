@@ -1,6 +1,6 @@
 """One log line per record: `time level component event key=value ...`, on stderr.
 
-The message is the event's name, its fields are a mapping: `log.info("engine.ready", {"blocks": 1000})`.
+The message is the event's name, its fields are a mapping: `log.info("engine.ready", {"blocks": 1000})`, or `extra`.
 Prompts, outputs and keys are never fields. Control characters are escaped, so no value can forge a line.
 """
 
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 _MAX_VALUE_CHARS = 500
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PLAIN = re.compile(r"[\w.:/@%+,\-\[\]()]+")
@@ -26,6 +27,7 @@ class LineFormatter(logging.Formatter):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = record.args if isinstance(record.args, Mapping) else {}
         event = escape(str(record.msg) if fields else record.getMessage())
+        fields = {**fields, **{key: value for key, value in vars(record).items() if key not in _STANDARD}}
         parts = [f"{stamp}.{int(record.msecs):03d}Z", record.levelname.lower(), self._component, event]
         parts += [f"{key}={_quote(value)}" for key, value in fields.items()]
         line = " ".join(parts)

@@ -1,0 +1,85 @@
+"""The engine process: builds the parts of one real engine and serves with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.stepcost import StepCost, fit
+from shoal.engine import process
+from shoal.engine.config import EngineConfig
+from shoal.engine.loop import Planner
+from shoal.engine.process import Engine, Parts
+from shoal.telemetry import logs
+from shoal.telemetry.journal import JournalFile, Recorder
+from shoal.wire import lifeline
+from shoal.wire.messages import EngineInfo
+
+log = logging.getLogger("shoal.engine")
+
+
+def run(
+    config: EngineConfig, *, model_dir: Path, served_name: str, name: str, listen: str, controller: str = ""
+) -> None:
+    """Serves until SIGTERM; raises SystemExit with the status. Listens only once requests can be computed."""
+    logs.setup("engine", name)
+    lifeline.watch()
+    engine = Engine(
+        lambda: build(model_dir, config, served_name),
+        name=name,
+        listen=listen,
+        controller=controller,
+        secret=os.environ.get("SHOAL_SECRET", "").encode(),
+    )
+    raise SystemExit(process.run(engine))
+
+
+def build(model_dir: Path, config: EngineConfig, served_name: str) -> Parts:
+    """Loads and warms up, on the thread that will run the steps. Raises ValueError for what cannot be served."""
+    from shoal.engine.runner import load  # brings torch
+
+    log.info("engine.loading", {"model": served_name, "folder": model_dir})
+    runner = load(model_dir, config)
+    log.info("engine.warming", {"blocks": runner.num_blocks, "max_model_len": runner.max_model_len})
+    cost = StepCost(fit(runner.warm_up()))
+    limits = Limits(
+        num_blocks=runner.num_blocks,
+        block_tokens=runner.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        max_queue=config.max_queue,
+        max_step_ns=config.max_step_ms * 1_000_000,
+        prefix_caching=config.enable_prefix_caching,
+        max_steps_in_flight=config.steps_in_flight,
+    )
+    scheduler = Scheduler(limits, hash_root=runner.hash_root, cost=cost)
+    planner, close = _recorded(scheduler, config.journal, runner.hash_root)
+    return Parts(
+        runner=runner,
+        scheduler=planner,
+        info=EngineInfo(
+            model=served_name,
+            model_digest=runner.model_digest,
+            hash_root=runner.hash_root,
+            hash_block_tokens=runner.block_tokens,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+        ),
+        costs=lambda: cost.coefficients,
+        steps_in_flight=config.steps_in_flight,
+        closing=close,
+    )
+
+
+def _recorded(scheduler: Scheduler, journal: str, hash_root: bytes) -> tuple[Planner, Callable[[], None]]:
+    """The scheduler, behind a journal where one is asked for, and what to call at the end."""
+    if not journal:
+        return scheduler, lambda: None
+    recorder = Recorder(scheduler, JournalFile(Path(journal)), hash_root=hash_root)
+    return recorder, recorder.close
