@@ -26,12 +26,21 @@ def failed_before(errand: Errand, replica: ReplicaView) -> int:
     return int(replica.name in errand.avoid)
 
 
+def suspect(errand: Errand, replica: ReplicaView) -> int:
+    """Not a filter: where all are suspect, the fault is more likely ours, and refusing everything helps nobody."""
+    return int(replica.suspect)
+
+
 def load(errand: Errand, replica: ReplicaView) -> int:
     return replica.num_running + replica.num_waiting + replica.num_unreported
 
 
 FILTERS: tuple[Callable[[Errand, ReplicaView], bool], ...] = (is_ready,)
-SCORES: tuple[Callable[[Errand, ReplicaView], int], ...] = (failed_before, load)  # earlier ones weigh more; low is good
+SCORES: tuple[Callable[[Errand, ReplicaView], int], ...] = (
+    failed_before,
+    suspect,
+    load,
+)  # earlier ones weigh more, low is good
 
 
 def pick(errand: Errand, replicas: Iterable[ReplicaView]) -> str | None:

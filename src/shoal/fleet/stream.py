@@ -38,7 +38,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 }
 
 
-# -- effects, performed by the gateway in the order of the list ----------------------------------------------------------
+# -- effects, performed by the gateway in the order of the list -----------------------------------------------------
 
 
 class Deliver(NamedTuple):
@@ -47,6 +47,7 @@ class Deliver(NamedTuple):
     choice: int
     tokens: Sequence[int]
     logprobs: Sequence[Any]  # core.plan.Logprobs: as many as tokens, or none
+    num_silent: int  # so many tokens at the end are no text: the stop token
 
 
 class Ended(NamedTuple):
@@ -54,7 +55,6 @@ class Ended(NamedTuple):
 
     choice: int
     reason: Finish
-    stop_token: int | None  # the last delivered token, where that one ended it
     cached_tokens: int
 
 
@@ -152,7 +152,8 @@ class Stream:
             if logprobs and len(logprobs) != len(tokens):
                 return self._fail("seam_broken", f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
             state.next_index += len(tokens)
-            effects.append(Deliver(choice, tokens, logprobs))
+            num_silent = int(ending is not None and ending[1] is not None)
+            effects.append(Deliver(choice, tokens, logprobs, num_silent))
         self.committed()
         if ending is not None:
             effects += self._end(choice, tokens, *ending)
@@ -226,7 +227,7 @@ class Stream:
             self._choices[choice].open = False
             return self._fail("seam_broken", "the stop token is not the last token")
         self._close(choice)
-        return [Ended(choice, reason, stop_token, cached_tokens)]
+        return [Ended(choice, reason, cached_tokens)]
 
     def _close(self, choice: int) -> None:
         self._choices[choice].open = False

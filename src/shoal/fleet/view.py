@@ -10,7 +10,8 @@ class ReplicaView:
     """Numbers are counts of choices (core requests), not of client requests."""
 
     name: str
-    ready: bool  # connected, says that it can take work, and was heard from recently
+    ready: bool  # connected, and says that it can take work
+    suspect: bool = False  # not heard from, or makes no steps, for longer than it announced
     num_running: int = 0
     num_waiting: int = 0
     num_unreported: int = 0  # sent by this gateway too recently to be in the two numbers above

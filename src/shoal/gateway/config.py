@@ -18,6 +18,8 @@ class GatewayConfig:
     max_connections: Annotated[int, Meta(ge=1, description="open client connections")] = 4096
     request_timeout_s: Annotated[
         float,
-        Meta(gt=0, extra_json_schema={"unit": "s"}, description="a request that is not done by then ends with an error"),
+        Meta(
+            gt=0, extra_json_schema={"unit": "s"}, description="a request that is not done by then ends with an error"
+        ),
     ] = 600.0
     request_log: Annotated[bool, Meta(description="one log line per request: sizes and times, never text")] = True

@@ -1,0 +1,70 @@
+"""Who may come in: API keys, kept as digests, and a limit on guessing."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable
+
+from shoal.gateway.errors import ApiError, Reason
+
+FAILED_TRIES = 20  # wrong keys in a row after which guesses are answered unread ...
+FORGIVEN_PER_S = 1.0  # ... until enough of them are forgiven
+
+
+class Keys:
+    """The accepted API keys. With none, everybody may come in (allowed on loopback only, see `check_bind`)."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._failed = 0.0
+        self._failed_at_s = 0.0
+
+    @property
+    def required(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, authorization: bytes | None, now_s: float) -> None:
+        """Raises ApiError unless the header carries an accepted key. `now_s` is monotonic.
+
+        Every digest is compared, in constant time, whatever the outcome. A right key is never held up by the wrong
+        ones of others: only a wrong key counts against, and falls under, the limit.
+        """
+        if not self._digests:
+            return
+        scheme, _, key = (authorization or b"").partition(b" ")
+        key = key.strip()
+        if scheme.lower() != b"bearer" or not key:
+            raise ApiError(Reason.NO_KEY, "an API key is required: Authorization: Bearer KEY")
+        digest = _digest(key)
+        accepted = False
+        for known in self._digests:
+            accepted |= hmac.compare_digest(digest, known)
+        if accepted:
+            return
+        self._failed = max(0.0, self._failed - (now_s - self._failed_at_s) * FORGIVEN_PER_S) + 1.0
+        self._failed_at_s = now_s
+        if self._failed > FAILED_TRIES:
+            self._failed = FAILED_TRIES
+            raise ApiError(Reason.TOO_MANY_KEYS, "too many wrong API keys; try again later")
+        raise ApiError(Reason.WRONG_KEY, "the API key is not accepted")
+
+
+def check_bind(host: str, keys: Keys) -> None:
+    """Raises ValueError where a bind would let anybody in from outside."""
+    if not keys.required and not is_loopback(host):
+        raise ValueError(f"host {host} is reachable from outside, so an API key is needed: set SHOAL_API_KEY")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,98 @@
+"""Reading a request's body: every limit is checked before the parser sees a byte."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import re
+from itertools import accumulate
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from shoal.gateway.errors import ApiError, Reason, invalid
+
+MAX_DEPTH = 64
+MAX_BODY_S = 60.0  # from the first to the last byte
+OFF_LOOP_BYTES = 64 << 10  # parsing, rendering and tokenising more than this leaves the event loop
+
+T = TypeVar("T")
+
+
+async def read_json(request: Request, schema: type[T], max_bytes: int) -> T:
+    """The body as `schema`. Raises ApiError that names the field or the limit, ClientDisconnect if nobody is left."""
+    try:
+        async with asyncio.timeout(MAX_BODY_S):
+            body = await read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(Reason.BODY_TIMEOUT, f"the body did not arrive within {MAX_BODY_S:g} s") from None
+    if len(body) > OFF_LOOP_BYTES:
+        return await asyncio.to_thread(decode, body, schema)
+    return decode(body, schema)
+
+
+async def read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(Reason.BODY_TOO_LARGE, f"the body is larger than {max_bytes} bytes")
+    announced = request.headers.get("content-length")
+    if announced is not None and int(announced) > max_bytes:  # the HTTP parser lets digits only through
+        raise too_large
+    pieces, size = [], 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+def decode(body: bytes, schema: type[T]) -> T:
+    """Of a key that occurs twice in an object the last one counts, as everywhere in Python."""
+    if depth(body) > MAX_DEPTH:
+        raise ApiError(Reason.INVALID_JSON, f"the JSON is nested deeper than {MAX_DEPTH} levels")
+    try:
+        return msgspec.json.decode(body, type=schema)
+    except msgspec.ValidationError as e:
+        raise _explain(str(e), schema) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as e:
+        raise ApiError(Reason.INVALID_JSON, f"the body is not valid JSON: {e}") from None
+
+
+# A string, closed or cut off by the end. Possessive: a hostile body costs one pass, not one per quotation mark.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_BRACKETS = b"[]{}"
+_OTHER = bytes(set(range(256)) - set(_BRACKETS))
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+def depth(body: bytes) -> int:
+    """The deepest nesting of arrays and objects. Linear in the body's length."""
+    brackets = _STRING.sub(b"", body).translate(None, _OTHER)
+    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+
+
+_AT = re.compile(r" - at `(?:key in )?\$(?:\.(?P<path>[^`]*))?[^`]*`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+def _explain(problem: str, schema: type) -> ApiError:
+    """msgspec's message as an error that names the field in `param`."""
+    at = _AT.search(problem)
+    path = (at.group("path") or "") if at else ""
+    what = problem[: at.start()] if at else problem
+    prefix = f"{path}." if path else ""
+    if unknown := _UNKNOWN.fullmatch(what):
+        name = unknown.group("name")
+        known = [] if path else [field.encode_name for field in msgspec.structs.fields(schema)]
+        nearest = difflib.get_close_matches(name[:64], known, n=1)
+        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+        return invalid(f"unknown field '{prefix}{name[:200]}'{hint}", f"{prefix}{name[:200]}")
+    if missing := _MISSING.fullmatch(what):
+        name = prefix + missing.group("name")
+        return invalid(f"'{name}' is required", name)
+    return invalid(f"{path or 'the body'}: {what}", path or None)

@@ -1,0 +1,240 @@
+"""A client request from its prompts to its deltas: placed on replicas, watched over, ended exactly once.
+
+Order ──► Dispatcher.start ──► Job, with one Attempts per prompt ──► EngineLink.submit
+EngineLink frames ──► Attempts (fleet.stream decides) ──► ChoiceOutput ──► Job.news() ──► the client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shoal.core.kv import hashing
+from shoal.core.request import Refusal, RequestSpec
+from shoal.fleet import stream
+from shoal.fleet.route import Errand
+from shoal.gateway.errors import ApiError, Reason
+from shoal.gateway.job import Job, Order
+from shoal.gateway.link import EngineLink
+from shoal.gateway.metrics import Metrics
+from shoal.gateway.output import ChoiceOutput
+from shoal.gateway.prompts import off_loop
+from shoal.gateway.replicas import Replicas
+from shoal.gateway.text.tokenizer import Tokenizer
+from shoal.wire.messages import EngineInfo, Update
+
+TICK_S = 0.25
+
+log = logging.getLogger("shoal.gateway")
+
+
+class Attempts:
+    """The choices of one prompt and the replica that works on them. Performs what `fleet.stream` decides."""
+
+    def __init__(
+        self, job: Job, prompt: int, specs: Sequence[RequestSpec], dispatcher: Dispatcher, root: bytes
+    ) -> None:
+        self._job = job
+        self._prompt = prompt
+        self._specs = specs
+        self._hash_root = root  # of the specs' prefix keys
+        self._dispatcher = dispatcher
+        self._stream = stream.Stream(len(specs), dispatcher.budget)
+        self._link: EngineLink | None = None
+        self._ids: tuple[str, ...] = ()  # of the open attempt
+        self._retry: asyncio.TimerHandle | None = None
+
+    def place(self, avoid: frozenset[str] = frozenset()) -> None:
+        link = self._dispatcher.replicas.pick(Errand(avoid=avoid))
+        if link is None:
+            self._perform(self._stream.unplaced(Reason.NO_REPLICA, "no replica can take the request"))
+            return
+        self._link = link
+        self._stream.sent(link.name)
+        specs = self._for_this_attempt(link)
+        self._ids = tuple(spec.id for spec in specs)
+        link.submit(specs, self)
+
+    def cancel(self, why: str) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        self._perform(self._stream.cancel(), why)
+
+    # -- what the link reports -----------------------------------------------------------------------------------------
+
+    def on_update(self, choice: int, update: Update) -> None:
+        try:
+            self._update(choice, update)
+        except Exception:  # a fault of ours in one request's text must not take the link's other streams along
+            log.exception("request.failed", {"id": self._job.order.id})
+            self._perform(self._stream.cancel(), Reason.INTERNAL)
+            self._job.fail(ApiError(Reason.INTERNAL, "the gateway failed on this request"))
+
+    def on_refused(self, choice: int, reason: Refusal, message: str) -> None:
+        self._perform(self._stream.refused(reason, message))
+
+    def on_lost(self, message: str) -> None:
+        self._perform(self._stream.lost(Reason.REPLICA_LOST, message))
+
+    def _update(self, choice: int, update: Update) -> None:
+        if update.prompt_logprobs:
+            broken = self._stream.scored(update.prompt_start, len(update.prompt_logprobs))
+            if not broken:
+                self._job.prompt_scores[self._prompt].extend(update.prompt_logprobs)
+            self._perform(broken)
+        ending = update.ending
+        end = None if ending is None else (ending.reason, ending.stop_token, ending.cached_tokens, ending.message)
+        self._perform(self._stream.update(choice, update.index, update.tokens, update.logprobs, end))
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _perform(self, effects: Sequence[stream.Effect], why: str = "error") -> None:
+        for effect in effects:
+            match effect:
+                case stream.Deliver():
+                    self._deliver(effect)
+                case stream.Ended():
+                    self._end(effect)
+                case stream.Withdraw():
+                    if self._link is not None:
+                        self._link.abort([self._ids[choice] for choice in effect.choices], why)
+                case stream.SendAgain():
+                    self._send_again(effect)
+                case stream.Failed():
+                    self._job.fail(ApiError(effect.reason, effect.message))
+
+    def _output(self, choice: int) -> ChoiceOutput:
+        return self._job.outputs[self._prompt * len(self._specs) + choice]
+
+    def _deliver(self, effect: stream.Deliver) -> None:
+        output = self._output(effect.choice)
+        self._job.observe(output.choice, len(effect.tokens))
+        delta = output.feed(effect.tokens, effect.logprobs, effect.num_silent)
+        if delta is not None:
+            self._job.add(delta)
+        if output.finish is not None:
+            self._perform(self._stream.enough(effect.choice), "stop_string")
+
+    def _end(self, effect: stream.Ended) -> None:
+        output = self._output(effect.choice)
+        if effect.choice == 0:
+            self._job.cached_tokens += effect.cached_tokens
+        if output.finish is None:
+            self._job.add(output.end(effect.reason))
+
+    def _send_again(self, effect: stream.SendAgain) -> None:
+        if self._link is not None:
+            self._link.forget(self._ids)
+        self._dispatcher.metrics.retries.inc()
+        log.info("request.retried", {"id": self._job.order.id, "attempt": self._stream.attempt + 1})
+        wait_s = effect.wait_ms / 1000 * random.uniform(1.0, 2.0)
+        self._retry = asyncio.get_running_loop().call_later(wait_s, self.place, effect.avoid)
+
+    def _for_this_attempt(self, link: EngineLink) -> Sequence[RequestSpec]:
+        """Ids are unique in the fleet, so a later attempt has its own. Keys made for another root would be wrong."""
+        specs = self._specs
+        if link.info is None or link.info.hash_root != self._hash_root:
+            specs = [replace(spec, prefix_keys=()) for spec in specs]
+        if self._stream.attempt == 1:
+            return specs
+        suffix = f".{self._stream.attempt}"
+        return [
+            replace(spec, id=spec.id + suffix, leader=None if spec.leader is None else spec.leader + suffix)
+            for spec in specs
+        ]
+
+
+class Dispatcher:
+    """Starts jobs and watches their limits. Owns the jobs under way and the retry budget."""
+
+    def __init__(self, replicas: Replicas, tokenizer: Tokenizer, metrics: Metrics, request_timeout_s: float) -> None:
+        self.replicas = replicas
+        self.metrics = metrics
+        self.budget = stream.RetryBudget()
+        self.draining = False
+        self._tokenizer = tokenizer
+        self._request_timeout_s = request_timeout_s
+        self._jobs: dict[str, Job] = {}
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
+    def info(self) -> EngineInfo:
+        """What can be served. Raises ApiError where that is not known or nothing may begin."""
+        if self.draining:
+            raise ApiError(Reason.SHUTTING_DOWN, "this gateway is shutting down")
+        info = self.replicas.info()
+        if info is None:
+            raise ApiError(Reason.NO_REPLICA, "no replica is ready yet")
+        return info
+
+    async def start(self, order: Order) -> Job:
+        """Submits every prompt. Failures, also of this first try, come out of `Job.news`. `finish` must follow."""
+        info = self.info()
+        self.budget.request()
+        job = Job(order, self.metrics, self._tokenizer)
+        placed: list[Attempts] = []
+        for prompt in range(len(order.prompts)):
+            specs = await self._specs(order, prompt, info)
+            placed.append(Attempts(job, prompt, specs, self, info.hash_root))
+        job.attempts.extend(placed)
+        self._jobs[order.id] = job
+        self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
+        for attempts in placed:
+            if job.failure is None:
+                attempts.place()
+        return job
+
+    def finish(self, job: Job) -> None:
+        """The client's answer is over, one way or another: whatever replicas still do for it is withdrawn."""
+        job.cancel("abandoned")
+        self._jobs.pop(job.order.id, None)
+
+    async def run(self) -> None:
+        """Request time-outs and comment lines, for all jobs together. Ends by cancellation."""
+        while True:
+            now = time.monotonic()
+            for job in list(self._jobs.values()):
+                if now - job.order.arrived_s > self._request_timeout_s:
+                    job.fail(ApiError(Reason.TIMEOUT, f"not done within {self._request_timeout_s:g} s"))
+                job.nudge(now)
+            self.metrics.in_flight.set(len(self._jobs))
+            self.metrics.replicas_ready.set(sum(view.ready for view in self.replicas.views()))
+            await asyncio.sleep(TICK_S)
+
+    def fail_all(self) -> None:
+        for job in list(self._jobs.values()):
+            job.fail(ApiError(Reason.SHUT_DOWN, "this gateway shut down before the answer was complete"))
+
+    async def _specs(self, order: Order, prompt: int, info: EngineInfo) -> list[RequestSpec]:
+        params, ids = order.params, order.prompts[prompt].ids
+        keys = await off_loop(
+            lambda: hashing.chain(hashing.scope_key(info.hash_root), ids, info.hash_block_tokens), 4 * len(ids)
+        )
+        seed = (params.seed if params.seed is not None else secrets.randbits(63)) % (1 << 64)
+        stop_token_ids = params.stop_token_ids + (() if params.ignore_eos else self._tokenizer.eos_token_ids)
+        leader = f"{order.id}.{prompt * params.n}"
+        specs = []
+        for choice in range(params.n):
+            scores = params.sampling.prompt_logprobs if choice == 0 else None  # the prompt is the same for all
+            specs.append(
+                RequestSpec(
+                    id=f"{order.id}.{prompt * params.n + choice}",
+                    prompt=ids,
+                    max_tokens=order.max_tokens[prompt],
+                    min_tokens=params.min_tokens,
+                    stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
+                    sampling=replace(params.sampling, seed=seed, prompt_logprobs=scores),
+                    choice=choice,
+                    leader=leader if choice else None,
+                    priority=params.priority,
+                    prefix_keys=keys,
+                )
+            )
+        return specs

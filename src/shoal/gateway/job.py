@@ -1,0 +1,145 @@
+"""One client request under way: what it asked for, what it has said so far, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.core.plan import Logprobs
+from shoal.gateway.errors import ApiError
+from shoal.gateway.metrics import Metrics
+from shoal.gateway.output import ChoiceOutput, Delta
+from shoal.gateway.params import Params
+from shoal.gateway.prompts import Prompt
+from shoal.gateway.text.decode import IncrementalDecoder
+from shoal.gateway.text.stop import StopMatcher
+from shoal.gateway.text.tokenizer import Tokenizer
+
+QUIET_S = 10.0  # without news for this long, a stream gets a comment line (proxies cut idle connections)
+
+
+class Withdrawable(Protocol):
+    def cancel(self, why: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A client request in the form that replicas understand. Choice c of prompt p is choice p·n + c of the answer."""
+
+    id: str  # 16 hex digits
+    params: Params
+    prompts: tuple[Prompt, ...]
+    max_tokens: tuple[int, ...]  # one a prompt
+    arrived_s: float  # monotonic
+
+
+class Cancelled(Exception):
+    """The job was cancelled: nobody is left to be told."""
+
+
+class Job:
+    """One client request under way. The dispatcher feeds it, the answer takes its news."""
+
+    def __init__(self, order: Order, metrics: Metrics, tokenizer: Tokenizer) -> None:
+        self.order = order
+        self.attempts: list[Withdrawable] = []
+        self.failure: ApiError | None = None
+        self.cancelled: str | None = None  # why
+        self.prompt_scores: list[list[Logprobs]] = [[] for _ in order.prompts]
+        self.cached_tokens = 0
+        self.first_token_s: float | None = None
+        self.quiet_since_s = order.arrived_s  # last news, or last comment line
+        self.outputs = [
+            ChoiceOutput(number, *_text_of(order, number // order.params.n, tokenizer))
+            for number in range(len(order.prompts) * order.params.n)
+        ]
+        self._metrics = metrics
+        self._last_s = [0.0] * len(self.outputs)
+        self._deltas: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._comment = False
+
+    @property
+    def done(self) -> bool:
+        return all(output.finish is not None for output in self.outputs)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self.order.prompts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(output.num_tokens for output in self.outputs)
+
+    async def news(self) -> list[Delta]:
+        """The next deltas, in order; [] when a comment line is due. Raises ApiError after the last one of a job that
+        failed, Cancelled. Not to be called any more once `done` and all deltas are taken."""
+        while True:
+            if self.cancelled is not None:
+                raise Cancelled
+            if self._deltas:
+                deltas, self._deltas = self._deltas, []
+                return deltas
+            if self.failure is not None:
+                raise self.failure
+            if self._comment:
+                self._comment = False
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def cancel(self, why: str) -> None:
+        """The client is gone. Its replicas are told at once. Once only, and not after the end."""
+        if self.cancelled is None and self.failure is None and not self.done:
+            self.cancelled = why
+            for attempts in self.attempts:
+                attempts.cancel(why)
+            self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """The first failure of any prompt is the whole request's; the others are withdrawn."""
+        if self.cancelled is None and self.failure is None and not self.done:
+            self.failure = error
+            for attempts in self.attempts:
+                attempts.cancel(error.reason)
+            self._wake()
+
+    def nudge(self, now_s: float) -> None:
+        """A comment line is due, where nothing came for long."""
+        if now_s - self.quiet_since_s > QUIET_S:
+            self.quiet_since_s = now_s
+            self._comment = True
+            self._wake()
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._wake()
+
+    def observe(self, choice: int, num_tokens: int) -> None:
+        """Times of the tokens that just came."""
+        now = self.quiet_since_s = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = now
+            self._metrics.ttft.observe(now - self.order.arrived_s)
+        elif self._last_s[choice]:
+            for _ in range(num_tokens):
+                self._metrics.inter_token.observe((now - self._last_s[choice]) / num_tokens)
+        self._last_s[choice] = now
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _text_of(order: Order, prompt: int, tokenizer: Tokenizer) -> tuple[IncrementalDecoder, StopMatcher | None]:
+    params = order.params
+    decoder = IncrementalDecoder(tokenizer, order.prompts[prompt].ids, skip_special_tokens=params.skip_special_tokens)
+    if not params.stops:
+        return decoder, None
+    return decoder, StopMatcher(params.stops, include_stop_str_in_output=params.include_stop)

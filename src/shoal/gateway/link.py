@@ -1,0 +1,222 @@
+"""The connection to one replica: submissions and aborts out, frames in, and a verdict on whether it still lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal.core.plan import View
+from shoal.core.request import Refusal, RequestSpec
+from shoal.fleet.view import ReplicaView
+from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial
+from shoal.wire.messages import Abort, Announce, EngineInfo, Frame, KeepAlive, Message, Role, Submit, Update, Welcome
+
+SUSPECT_S, SUSPECT_STEPS = 1.5, 3  # whichever is longer: seconds, or so many times the announced step
+DEAD_S, DEAD_STEPS = 3.0, 5
+RECONNECT_S = 1.0  # longest pause between two tries
+
+log = logging.getLogger("shoal.gateway")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """How this gateway introduces itself to replicas and to the controller."""
+
+    name: str
+    incarnation: str
+    secret: bytes
+
+
+class Sink(Protocol):
+    """Who hears what a replica says of a choice. `choice` is the number given at `submit`."""
+
+    def on_update(self, choice: int, update: Update) -> None: ...
+
+    def on_refused(self, choice: int, reason: Refusal, message: str) -> None: ...
+
+    def on_lost(self, message: str) -> None:
+        """Once for all choices of the sink that the link still had."""
+
+
+class EngineLink:
+    """Dials again for as long as `run` lives. Owns the session counter and which choice each core id belongs to."""
+
+    def __init__(
+        self, name: str, address: str, identity: Identity, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.info: EngineInfo | None = None  # of the latest handshake
+        self.view: View | None = None  # of the latest frame of the open connection
+        self.retired = False  # no longer a member: served until its connection ends, then not dialled again
+        self._identity = identity
+        self._clock = clock
+        self._connection: Connection | None = None
+        self._session = 0
+        self._ready = False
+        self._sinks: dict[str, tuple[Sink, int]] = {}
+        self._outgoing: deque[Message] = deque()
+        self._heard_s = 0.0  # last message
+        self._progress_s = 0.0  # last frame with a new step, or without work
+        self._announced_s = 0.0
+        self._unreported = [0, 0]  # choices sent since the last frame, and between the two last ones
+        self._trouble = ""
+
+    @property
+    def ready(self) -> bool:
+        """Connected, can take work, and was heard from as recently as it should."""
+        return self._connection is not None and self._ready and not self._suspect()
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._sinks)
+
+    def replica_view(self) -> ReplicaView:
+        view = self.view
+        return ReplicaView(
+            name=self.name,
+            ready=self._connection is not None and self._ready,
+            suspect=self._suspect(),
+            num_running=view.num_running if view else 0,
+            num_waiting=view.num_waiting if view else 0,
+            num_unreported=sum(self._unreported),
+        )
+
+    # -- towards the replica -------------------------------------------------------------------------------------------
+
+    def submit(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
+        """Sends the choices of one prompt, leader first. The sink hears of choice 0, 1 … in their order."""
+        for choice, spec in enumerate(specs):
+            self._sinks[spec.id] = (sink, choice)
+        self._unreported[0] += len(specs)
+        self._send(Submit(specs=tuple(specs)))
+
+    def abort(self, ids: Iterable[str], reason: str) -> None:
+        """Forgets these choices and tells the replica to. Ids that it does not have any more do no harm."""
+        known = tuple(id for id in ids if self._sinks.pop(id, None) is not None)
+        if known:
+            self._send(Abort(ids=known, reason=reason))
+
+    def forget(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            self._sinks.pop(id, None)
+
+    def _send(self, message: Message) -> None:
+        """In order, and never more than the connection takes: a large prompt must not overflow its outbox."""
+        self._outgoing.append(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        connection = self._connection
+        while connection is not None and self._outgoing and connection.writable:
+            connection.send(self._outgoing.popleft())
+
+    # -- the connection's life -----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        failures = 0
+        while not self.retired:
+            try:
+                connection = await self._dial()
+            except (ConnectionClosed, OSError, TimeoutError) as e:
+                self._report(str(e) or type(e).__name__)
+                failures += 1
+            else:
+                failures = 0
+                await self._serve(connection)
+            await asyncio.sleep(min(RECONNECT_S, 0.05 * 2 ** min(failures, 6)) * random.uniform(0.5, 1.0))
+
+    async def _dial(self) -> Connection:
+        self._session += 1
+        return await dial(
+            self.address,
+            role=Role.GATEWAY,
+            name=self._identity.name,
+            incarnation=self._identity.incarnation,
+            session=self._session,
+            secret=self._identity.secret,
+        )
+
+    async def _serve(self, connection: Connection) -> None:
+        welcome = connection.peer
+        assert isinstance(welcome, Welcome)
+        self._connection, self.info, self._trouble = connection, welcome.engine or self.info, ""
+        self._heard_s = self._progress_s = self._clock()
+        self._announced_s = 0.0
+        connection.on_writable = self._flush
+        log.info("replica.connected", {"replica": self.name, "incarnation": welcome.incarnation})
+        try:
+            while True:
+                self._receive(await connection.receive())
+        except ConnectionClosed as e:
+            self._report(str(e))
+            self._disconnected(str(e))
+        finally:  # also when this task is cancelled
+            connection.close()
+            self._disconnected("the gateway gave up the connection")
+
+    def _disconnected(self, why: str) -> None:
+        self._connection, self.view, self._ready = None, None, False
+        self._outgoing.clear()
+        self._unreported = [0, 0]
+        sinks = dict.fromkeys(sink for sink, _ in self._sinks.values())
+        self._sinks.clear()
+        for sink in sinks:
+            sink.on_lost(f"replica {self.name}: {why}")
+
+    def _receive(self, message: Message) -> None:
+        now = self._heard_s = self._clock()
+        if isinstance(message, Announce):
+            self._announced_s = message.predicted_ns / 1e9
+            self._progress_s = now
+        elif isinstance(message, Frame):
+            self._frame(message, now)
+
+    def _frame(self, frame: Frame, now: float) -> None:
+        view = frame.view
+        if self.view is None or view.step != self.view.step or view.num_running + view.num_waiting == 0:
+            self._progress_s = now
+            self._announced_s = 0.0
+        self.view, self._ready = view, frame.ready
+        self._unreported = [0, self._unreported[0]]
+        for update in frame.updates:
+            entry = self._sinks.get(update.id)
+            if entry is None:
+                continue  # withdrawn meanwhile
+            if update.ending is not None:
+                del self._sinks[update.id]
+            entry[0].on_update(entry[1], update)
+        for refusing in frame.refused:
+            entry = self._sinks.pop(refusing.id, None)
+            if entry is not None:
+                entry[0].on_refused(entry[1], refusing.reason, refusing.message)
+
+    # -- signs of life -------------------------------------------------------------------------------------------------
+
+    def _suspect(self) -> bool:
+        return self._clock() - self._progress_s > max(SUSPECT_S, SUSPECT_STEPS * self._announced_s)
+
+    def check_silence(self) -> None:
+        """Gives up a replica that was silent for too long.
+
+        One that speaks but makes no steps is suspect, not dead: it is slow, or its own supervision ends it.
+        """
+        silent_s = self._clock() - self._heard_s
+        if self._connection is not None and silent_s > max(DEAD_S, DEAD_STEPS * self._announced_s):
+            self._connection.close(Cause.SILENT, f"nothing heard for {silent_s:.1f} s")
+
+    def keep_alive(self) -> None:
+        if self._connection is not None:
+            self._send(KeepAlive())
+
+    def _report(self, trouble: str) -> None:
+        """One line per kind of trouble: a replica that stays away must not fill the log."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            log.warning("replica.disconnected", {"replica": self.name, "detail": trouble})

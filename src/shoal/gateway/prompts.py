@@ -1,0 +1,90 @@
+"""From what a client wrote to token ids. Long texts are rendered and tokenised off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shoal.core.request import Refusal
+from shoal.gateway.body import OFF_LOOP_BYTES
+from shoal.gateway.errors import ApiError, invalid
+from shoal.gateway.schema import MAX_PROMPTS
+from shoal.gateway.text.template import ChatTemplate, TemplateError
+from shoal.gateway.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    ids: tuple[int, ...]
+    text: str | None = None  # as the client wrote it; None: it sent ids or messages
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._longest_token_bytes = max(
+            (len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1
+        )
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, window: int, add_generation_prompt: bool = True
+    ) -> Prompt:
+        """Raises ApiError where the template refuses the messages, or where they cannot fit the window."""
+
+        def work() -> list[int]:
+            text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+        size = sum(len(message["content"]) for message in messages)
+        self._check_size(sum(len(message["content"].encode()) for message in messages), window, "messages")
+        try:
+            ids = await off_loop(work, size)
+        except TemplateError as e:
+            raise invalid(f"messages: {e}", "messages") from None
+        return Prompt(ids=tuple(ids))
+
+    async def text(self, text: str, *, window: int, add_special_tokens: bool = True) -> Prompt:
+        num_bytes = len(text.encode())
+        self._check_size(num_bytes, window, "prompt")
+        ids = await off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), num_bytes)
+        return Prompt(ids=tuple(ids), text=text)
+
+    async def completion(self, prompt: str | list[Any], *, window: int) -> list[Prompt]:
+        """A string, a list of strings, one list of token ids, or a list of such lists. None of them empty."""
+        if isinstance(prompt, str):
+            prompts: list[Any] = [prompt]
+        elif prompt and all(isinstance(item, int) for item in prompt):
+            prompts = [prompt]
+        else:
+            prompts = prompt
+        if not prompts or len(prompts) > MAX_PROMPTS:
+            raise invalid(f"'prompt' must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+        if not (all(isinstance(p, str) for p in prompts) or all(isinstance(p, list) for p in prompts)):
+            raise invalid("'prompt' must be all strings, all token ids, or all lists of token ids", "prompt")
+        return [await self._one(p, window) for p in prompts]
+
+    async def _one(self, prompt: str | list[int], window: int) -> Prompt:
+        made = await self.text(prompt, window=window) if isinstance(prompt, str) else Prompt(ids=tuple(prompt))
+        if not prompt or not made.ids:
+            raise ApiError(Refusal.EMPTY_PROMPT, "'prompt' is empty", param="prompt")
+        return made
+
+    def _check_size(self, num_bytes: int, window: int, field: str) -> None:
+        """A text that is too long however it is cut into tokens is refused before it costs anything."""
+        least = num_bytes // self._longest_token_bytes
+        if least > window:
+            raise ApiError(
+                Refusal.CONTEXT_LENGTH,
+                f"the context window is {window} tokens: '{field}' has {num_bytes} bytes, more than {least} tokens",
+                param=field,
+            )
+
+
+async def off_loop(work: Callable[[], T], size: int) -> T:
+    """`work()`, in a thread where it is large enough to hold up others."""
+    return await asyncio.to_thread(work) if size > OFF_LOOP_BYTES else work()

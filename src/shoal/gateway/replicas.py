@@ -1,0 +1,131 @@
+"""The replicas that this gateway knows, and its connections to them.
+
+The list comes from the controller (`on_members`) or from the command line; the latest one stays on disk, so that a
+gateway that starts while the controller is away still serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.fleet import route
+from shoal.fleet.view import ReplicaView
+from shoal.gateway.link import EngineLink, Identity
+from shoal.wire.messages import EngineInfo, Members, Replica
+
+TICK_S = 0.25
+KEEP_ALIVE_S = 1.0
+
+log = logging.getLogger("shoal.gateway")
+
+
+class Replicas:
+    """Owns the links and their tasks. `run` ends only by cancellation and takes the links with it."""
+
+    def __init__(self, identity: Identity, *, static: Sequence[str] = (), members_file: Path | None = None) -> None:
+        """`static`: engine addresses that are dialled whatever the controller says."""
+        self._identity = identity
+        self._static = frozenset(static)
+        self._members_file = members_file
+        self._members: tuple[Replica, ...] = ()
+        self._links = {address: EngineLink(address, address, identity) for address in static}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running = False
+
+    async def run(self) -> None:
+        self._recall()
+        self._running = True
+        next_keep_alive_s = 0.0
+        try:
+            while True:
+                self._reap()
+                self._start()
+                for link in self._links.values():
+                    link.check_silence()
+                if time.monotonic() >= next_keep_alive_s:
+                    next_keep_alive_s = time.monotonic() + KEEP_ALIVE_S
+                    for link in self._links.values():
+                        link.keep_alive()
+                await asyncio.sleep(TICK_S)
+        finally:
+            self._running = False
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    # -- what dispatch asks --------------------------------------------------------------------------------------------
+
+    def views(self) -> list[ReplicaView]:
+        return [link.replica_view() for link in self._links.values()]
+
+    def pick(self, errand: route.Errand) -> EngineLink | None:
+        name = route.pick(errand, self.views())
+        return None if name is None else self._links[name]
+
+    @property
+    def ready(self) -> bool:
+        return any(link.ready for link in self._links.values())
+
+    def info(self) -> EngineInfo | None:
+        """What the replicas serve; known from the first handshake on, also while none is connected."""
+        infos = [link.info for link in self._links.values() if link.info is not None]
+        return min(infos, key=lambda info: info.max_model_len, default=None)
+
+    # -- membership ----------------------------------------------------------------------------------------------------
+
+    def on_members(self, members: Members) -> None:
+        """A replica that is missing from the list is served until its connection ends: a controller that starts with
+        an empty memory must not cut healthy streams."""
+        listed = {replica.name: replica for replica in members.replicas if replica.address}
+        for name, link in self._links.items():
+            link.retired = name not in listed and name not in self._static
+        for name, replica in listed.items():
+            if name in self._links:
+                self._links[name].address = replica.address  # dialled when the present connection ends
+            else:
+                self._links[name] = EngineLink(name, replica.address, self._identity)
+        if self._running:
+            self._start()
+        if members.replicas and members.replicas != self._members:
+            self._members = members.replicas
+            self._remember(members)
+
+    def _start(self) -> None:
+        for name, link in self._links.items():
+            if name not in self._tasks:
+                self._tasks[name] = asyncio.create_task(link.run())
+
+    def _reap(self) -> None:
+        for name, task in list(self._tasks.items()):
+            if not task.done():
+                continue
+            del self._tasks[name]
+            if (failure := task.exception()) is not None:  # a fault of ours: the link starts again
+                log.error("replica.link_failed", {"replica": name}, exc_info=failure)
+            elif self._links[name].retired:
+                del self._links[name]
+
+    def _remember(self, members: Members) -> None:
+        if self._members_file is None:
+            return
+        temporary = self._members_file.with_suffix(".new")
+        try:
+            temporary.write_bytes(msgspec.json.encode(members))
+            os.replace(temporary, self._members_file)
+        except OSError as e:
+            log.warning("members.not_written", {"file": str(self._members_file), "detail": str(e)})
+
+    def _recall(self) -> None:
+        if self._members_file is None or not self._members_file.exists():
+            return
+        try:
+            self.on_members(msgspec.json.decode(self._members_file.read_bytes(), type=Members))
+        except (OSError, msgspec.MsgspecError) as e:
+            log.warning("members.not_read", {"file": str(self._members_file), "detail": str(e)})
