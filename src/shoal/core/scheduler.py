@@ -14,14 +14,14 @@ Several plans may be in flight. What keeps that safe:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from operator import attrgetter
 
-from shoal.core import victims
+from shoal.core import invariants, victims
 from shoal.core.admission import refuse
 from shoal.core.compose import Room, split
-from shoal.core.kv.blocks import BlockPool
 from shoal.core.kv.hashing import scope_key
-from shoal.core.kv.prefix import Chain, PrefixIndex
+from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.plan import (
     Accepted,
@@ -40,7 +40,10 @@ from shoal.core.plan import (
 )
 from shoal.core.request import Finish, Request, RequestSpec, State
 from shoal.core.stepcost import Features, StepCost
+from shoal.core.tables import BlockTables
 from shoal.core.waiting import WaitingLine
+
+_order = attrgetter("order")
 
 
 @dataclass(slots=True)
@@ -61,13 +64,11 @@ class Scheduler:
         self.cost = cost or StepCost()
         self._root = hash_root
         self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)  # each gets its token, every step
-        self._index = PrefixIndex(limits.block_tokens)
-        self._pool = BlockPool(limits.num_blocks, self._index)
+        self._tables = BlockTables(limits)
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._line = WaitingLine()
         self._running: dict[str, Request] = {}  # in the order in which steps serve them
         self._flights: deque[Flight] = deque()
-        self._held: dict[int, list[list[int]]] = {}  # step -> block tables to release when it has returned
         self._leaves: list[str] = []  # requests that the runner still knows and must forget
         self._events: list[Event] = []  # of plan(), told by the next apply()
         self._step = 0  # newest planned
@@ -75,7 +76,6 @@ class Scheduler:
         self._num_accepted = 0
         self._prompt_tokens = self._generation_tokens = 0
         self._preemptions = self._recomputed_tokens = 0
-        self._prefix_queries = self._prefix_hits = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -111,7 +111,7 @@ class Scheduler:
         """The next step, or None: nothing to compute, or everything waits for steps in flight."""
         if len(self._flights) >= self.limits.max_steps_in_flight:
             return None
-        num_yielded = self._yield_to_urgent()
+        yielded = self._yield_to_urgent()
         decodes, behind = split(self._running.values())
         room = Room(self.limits, self.cost)
         num_fit = room.fit(decodes)
@@ -119,26 +119,23 @@ class Scheduler:
         if full:
             self._serve_first(decodes[num_fit])
             del decodes[num_fit:]
-        short = self._find_blocks(decodes, behind)
-        room.take_decodes(decodes)
+        ready, short = self._find_blocks(decodes)
+        room.take_decodes(ready)
 
         step = self._step + 1
-        slices = self._decode(decodes, step)
+        slices = self._decode(ready, step)
         chunks: list[tuple[Request, Slice]] = []
         admits: list[Admit] = []
         if not full:
-            for request in behind:
-                count = room.take_chunk(request.scheduled, request.known - request.scheduled, request.samples)
-                if count:
-                    chunks.append((request, _chunk(request, count, step)))
-        if not full and not short:
-            self._admit(room, step, admits, chunks, most=1 if num_yielded else self._max_running)
+            self._catch_up(behind, room, step, chunks)
+            if not short:
+                self._admit(room, step, admits, chunks, most=1 if yielded else self._max_running)
         if not slices and not chunks:
             return None
         slices += [part for _, part in chunks]
-        sampled = decodes + [request for request, part in chunks if part.sample]
+        sampled = ready + [request for request, part in chunks if part.sample]
         features = room.features
-        self._flights.append(Flight(step, features, decodes, chunks, sampled))
+        self._flights.append(Flight(step, features, ready, chunks, sampled))
         self._step = step
         leaves, self._leaves = self._leaves, []
         return StepPlan(step, leaves, admits, slices, room.num_tokens, self.cost.predict(features))
@@ -149,7 +146,7 @@ class Scheduler:
         append, new = slices.append, tuple.__new__
         for request in decodes:
             start = request.scheduled
-            blocks = self._grow(request) if start == request.capacity else ()
+            blocks = self._tables.grow(request) if start == request.capacity else ()
             from_step = request.last_step if request.placeholders else -1
             append(new(Slice, (request.id, start, 1, blocks, from_step, True)))
             request.scheduled = start + 1
@@ -158,11 +155,12 @@ class Scheduler:
             request.last_step = step
         return slices
 
-    def _grow(self, request: Request) -> tuple[int, ...]:
-        blocks = self._pool.allocate(1)
-        request.blocks += blocks
-        request.capacity += self.limits.block_tokens
-        return tuple(blocks)
+    def _catch_up(self, behind: list[Request], room: Room, step: int, chunks: list[tuple[Request, Slice]]) -> None:
+        for request in behind:
+            if request.state is State.RUNNING:  # not preempted for the sake of this step
+                count = room.take_chunk(request.scheduled, request.known - request.scheduled, request.samples)
+                if count:
+                    chunks.append((request, _chunk(request, count, step)))
 
     def _serve_first(self, request: Request) -> None:
         """The step was full before this request's turn came; the next step starts with it."""
@@ -181,7 +179,7 @@ class Scheduler:
                 return
             if not self._leader_done(request):
                 continue
-            if request.last_step > self._returned or self._blocks_to_enter(request) > self._pool.num_available:
+            if request.last_step > self._returned or self._blocks_to_enter(request) > self._tables.pool.num_available:
                 return  # nobody overtakes it
             start = len(request.chain.matched) * self.limits.block_tokens
             count = room.take_chunk(start, request.known - start, request.samples)
@@ -199,33 +197,16 @@ class Scheduler:
         return True
 
     def _blocks_to_enter(self, request: Request) -> int:
-        """Available blocks that it takes to admit the request; leaves its prefix hits in `chain.matched`.
-
-        All known tokens get their blocks at once, so a prompt that started never waits for blocks half way. One block
-        for each running request is left alone, so that the newcomer is not preempted as soon as they grow.
-        """
-        size = self.limits.block_tokens
-        hits = request.chain.matched
-        if self.limits.prefix_caching and request.spec.sampling.prompt_logprobs is None:
-            # At least one token is computed, since its logits are what the next token is sampled from.
-            hits = self._index.match(request.chain, request.tokens, (request.known - 1) // size)
-        num_new = -(-request.known // size) - len(hits)
-        return num_new + self._pool.num_cached_of(hits) + len(self._running)
+        """Blocks that must be available to admit the request: its own, and one for each running request, which is left
+        alone so that the newcomer is not preempted as soon as they grow."""
+        return self._tables.blocks_to_enter(request) + len(self._running)
 
     def _enter(self, request: Request) -> Admit:
-        size = self.limits.block_tokens
-        hits = request.chain.matched
-        num_hit = len(hits) * size
         self._line.remove(request)
         self._running[request.id] = request
         request.move(State.RUNNING)
-        request.blocks = self._pool.acquire(hits)
-        request.blocks += self._pool.allocate(-(-request.known // size) - len(hits))
-        request.capacity = len(request.blocks) * size
-        request.scheduled = request.computed = num_hit
-        request.chain.adopt(hits)
-        self._prefix_queries += request.known
-        self._prefix_hits += num_hit
+        self._tables.enter(request)
+        num_hit = request.computed
         self._recomputed_tokens += max(0, request.lost - num_hit)
         if request.cached_tokens < 0:
             request.cached_tokens = min(num_hit, request.num_prompt)
@@ -245,51 +226,37 @@ class Scheduler:
 
     # -- under pressure ------------------------------------------------------------------------------------------------
 
-    def _yield_to_urgent(self) -> int:
-        """Preempts for the first in line, where less urgent requests are in its way and that is enough; how many."""
+    def _yield_to_urgent(self) -> bool:
+        """Preempts for the first in line where less urgent requests are in its way; whether it did."""
         head = next((request for request in self._line if self._leader_done(request)), None)
-        if head is None or head.last_step > self._returned:
-            return 0
-        worse = [
-            each for each in self._running.values() if each.order[0] > head.order[0] and each.scheduled < each.final
-        ]
-        if not worse:
-            return 0
-        within_reach = self._num_coming() + sum([len(each.blocks) for each in worse])
-        if self._blocks_to_enter(head) - len(worse) > within_reach:
-            return 0
-        count = 0
-        while worse and (len(self._running) >= self._max_running or self._blocks_to_enter(head) > self._num_coming()):
-            victim = max(worse, key=lambda each: each.order)
-            worse.remove(victim)
-            self._preempt(victim)
-            count += 1
-        return count
-
-    def _find_blocks(self, decodes: list[Request], behind: list[Request]) -> bool:
-        """Sees to it that each of `decodes` that needs a new block gets one: preempts, or takes it out of this step
-        where blocks will come back with a step in flight. Both lists change in place. True: blocks were short."""
-        growing = [request for request in decodes if request.scheduled == request.capacity]
-        if len(growing) <= self._pool.num_available:
+        running = self._running.values()
+        if head is None or head.last_step > self._returned or not running:
             return False
-        while len(growing) > self._num_coming():
-            victim = victims.pick(self._running.values())
-            if victim is None:
-                break
+        if max(running, key=_order).order[0] <= head.order[0]:
+            return False
+        num_slots = len(running) + 1 - self._max_running
+        num_blocks = self._blocks_to_enter(head) - self._tables.num_coming(running)
+        chosen = victims.for_urgent(head, running, num_slots, num_blocks, self._tables.pool.num_sole)
+        for victim in chosen:
             self._preempt(victim)
-            for requests in (decodes, behind, growing):
-                if victim in requests:
-                    requests.remove(victim)
-        growing.sort(key=lambda request: request.order)
-        for request in growing[self._pool.num_available :]:
-            decodes.remove(request)
-        return True
+        return bool(chosen)
 
-    def _num_coming(self) -> int:
-        """Blocks that are available now, or will be as soon as every step in flight has returned."""
-        held = [table for tables in self._held.values() for table in tables]
-        ending = [request.blocks for request in self._running.values() if request.scheduled >= request.final]
-        return self._pool.num_available + sum([self._pool.num_sole(table) for table in held + ending])
+    def _find_blocks(self, decodes: list[Request]) -> tuple[list[Request], bool]:
+        """Those of `decodes` that have a block for their token, and whether blocks were short. Then the others are
+        preempted, or must leave this step out since blocks come back with a step in flight."""
+        growing = [request for request in decodes if request.scheduled == request.capacity]
+        if len(growing) <= self._tables.pool.num_available:
+            return decodes, False
+        running = self._running.values()
+        for victim in victims.for_growth(
+            growing, running, self._tables.num_coming(running), self._tables.pool.num_sole
+        ):
+            self._preempt(victim)
+        growing = [request for request in growing if request.state is State.RUNNING]
+        growing.sort(key=_order)
+        left_out = growing[self._tables.pool.num_available :]
+        running_now = [request for request in decodes if request.state is State.RUNNING]
+        return [request for request in running_now if request not in left_out], True
 
     def _preempt(self, request: Request) -> None:
         """Back to the line. Its tokens stay, those of steps in flight included; its KV is computed again."""
@@ -305,12 +272,7 @@ class Scheduler:
     def _leave_batch(self, request: Request) -> None:
         del self._running[request.id]
         self._leaves.append(request.id)
-        if request.last_step > self._returned:
-            self._held.setdefault(request.last_step, []).append(request.blocks)
-        else:
-            self._pool.release(request.blocks)
-        request.blocks = []
-        request.capacity = 0
+        self._tables.leave(request, self._returned)
 
     # -- apply ---------------------------------------------------------------------------------------------------------
 
@@ -327,8 +289,7 @@ class Scheduler:
         events, self._events = self._events, []
         self._advance(flight, result, events)
         self._accept(flight.sampled, result, events)
-        for table in self._held.pop(flight.step, ()):
-            self._pool.release(table)
+        self._tables.step_returned(flight.step)
         return events
 
     def _advance(self, flight: Flight, result: StepResult, events: list[Event]) -> None:
@@ -339,20 +300,15 @@ class Scheduler:
             if request.state is running:
                 request.computed = computed = request.computed + 1
                 if not computed % size:
-                    self._enter_blocks(request)
+                    self._tables.filled(request)
         for request, part in flight.chunks:
             if result.prompt_logprobs and request.state is not State.FINISHED:
                 self._score(request, part, result.prompt_logprobs.get(request.id), events)
             if request.state is running:
                 request.computed += part.count
-                self._enter_blocks(request)
+                self._tables.filled(request)
                 if request.computed == request.final and not part.sample:
                     events.append(self._end(request, Finish.LENGTH, None))
-
-    def _enter_blocks(self, request: Request) -> None:
-        if self.limits.prefix_caching:
-            num_filled = request.computed // self.limits.block_tokens
-            self._index.extend(request.chain, request.tokens, request.blocks, num_filled)
 
     def _score(self, request: Request, part: Slice, entries: list[Logprobs] | None, events: list[Event]) -> None:
         """Prompt logprobs, each position once, also where a preemption made it computed twice."""
@@ -402,43 +358,21 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._line),
             waiting_tokens=self._line.num_tokens,
-            free_blocks=self._pool.num_free,
-            cached_blocks=self._pool.num_cached,
+            free_blocks=self._tables.pool.num_free,
+            cached_blocks=self._tables.pool.num_cached,
             total_blocks=self.limits.num_blocks,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=self._preemptions,
             recomputed_tokens=self._recomputed_tokens,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-            hash_collisions=self._index.collisions,
+            prefix_queries=self._tables.num_queried,
+            prefix_hits=self._tables.num_hit,
+            hash_collisions=self._tables.index.collisions,
         )
 
     def check(self) -> None:
         """AssertionError, with a message that says what, where an invariant is broken."""
-        self._pool.check([r.blocks for r in self._running.values()] + [t for ts in self._held.values() for t in ts])
-        assert self._returned + len(self._flights) == self._step, "steps in flight are not consecutive"
-        assert all(self._returned < step <= self._step for step in self._held), f"blocks held for {list(self._held)}"
-        waiting = list(self._line)
-        assert [r.order for r in waiting] == sorted(r.order for r in waiting), "the line is out of order"
-        assert self._line.num_tokens == sum(r.known for r in waiting), "the line counts its tokens wrongly"
-        assert len(self._running) <= self._max_running, f"{len(self._running)} requests run"
-        assert len(set(self._leaves)) == len(self._leaves), f"a request leaves twice: {self._leaves}"
-        assert not any(id in self._running for id in self._leaves), f"a running request leaves: {self._leaves}"
-        live = {request.id: request for request in waiting} | self._running
-        assert live == self._requests, f"lost or kept too long: {live.keys() ^ self._requests.keys()}"
-        for request in waiting:
-            assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"
-        for request in self._running.values():
-            assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
-        for request in live.values():
-            request.check(self.limits.block_tokens)
-            planned = sum(each is request for flight in self._flights for each in flight.sampled)
-            assert planned == request.placeholders, (
-                f"{request.id}: {request.placeholders} placeholders, {planned} planned"
-            )
-        for name, value in asdict(self.view()).items():
-            assert value >= 0, f"{name} is {value}"
+        invariants.check(self)
 
 
 def _chunk(request: Request, count: int, step: int) -> Slice:

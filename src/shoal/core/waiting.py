@@ -24,8 +24,13 @@ class WaitingLine:
         return len(self._line)
 
     def __iter__(self) -> Iterator[Request]:
-        """In order, over a copy: whoever iterates may admit."""
-        return iter(self._line[:])
+        """In order. The request just seen may be removed meanwhile, no other."""
+        place = 0
+        while place < len(self._line):
+            request = self._line[place]
+            yield request
+            if place < len(self._line) and self._line[place] is request:
+                place += 1
 
     def add(self, request: Request) -> None:
         insort(self._line, request, key=_order)
