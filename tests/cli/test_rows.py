@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import fields
 
 import pytest
 
-from shoal.cli.rows import MAX_LINE_BYTES, Row, read_rows
+from shoal.cli.rows import MAX_LINE_BYTES, PARAMS, Row, read_rows
+from shoal.offline import SamplingParams
 
 
 def rows(content: bytes, json: bool | None = None) -> list[Row]:
@@ -25,6 +27,7 @@ def rows(content: bytes, json: bool | None = None) -> list[Row]:
         ("  好 😀\n".encode(), [Row(1, "  好 😀")]),
         (b'a\n{"prompt": "b"}\n', [Row(1, "a"), Row(2, '{"prompt": "b"}')]),
         (b'{"prompt": "a"}\n\n{"prompt": ""}\n', [Row(1, "a"), Row(3, "")]),
+        (b'{"prompt": "a", "max_tokens": 3, "stop": "."}', [Row(1, "a", {"max_tokens": 3, "stop": "."})]),
         (b'{"messages": [{"role": "user", "content": "x"}]}', [Row(1, [{"role": "user", "content": "x"}])]),
     ],
 )
@@ -37,8 +40,10 @@ def test_each_line_is_a_prompt(content, expected):
     [
         (b"ok\nbad \xff\nok", "line 2: not UTF-8: byte 5: invalid start byte"),
         (b'{"prompt": "a"}\n{"prompt": \n', "line 2: Input data was truncated"),
-        (b'{"prompt": "a"}\n{"prompt": 3}', "line 2: Expected `str | null`, got `int` - at `$.prompt`"),
-        (b'{"prompt": "a"}\n{"promt": "a"}', "line 2: Object contains unknown field `promt`"),
+        (b'{"prompt": "a"}\n{"prompt": 3}', "line 2: prompt: expected text"),
+        (b'{"prompt": "a"}\n{"promt": "a"}', 'line 2: expected either "prompt" or "messages"'),
+        (b'{"prompt": "a"}\n{"prompt": "a", "n": 2}', "line 2: unknown field 'n'"),
+        (b'{"prompt": "a"}\n{"messages": ["a"]}', "line 2: messages: expected a list of objects"),
         (b'{"prompt": "a"}\n{}', 'line 2: expected either "prompt" or "messages"'),
         (b'{"prompt": "a"}\n{"prompt": "a", "messages": []}', 'line 2: expected either "prompt" or "messages"'),
         (b'{"prompt": "a"}\n[1]', "line 2: Expected `object`, got `array`"),
@@ -52,6 +57,10 @@ def test_a_bad_line_is_named_and_does_not_end_the_run(content, error):
     assert [row.error[: len(error)] for row in found if row.error] == [error]
     assert not found[0].error
     assert not found[-1].error
+
+
+def test_a_row_may_set_every_parameter_that_changes_one_text():
+    assert PARAMS == {field.name for field in fields(SamplingParams)} - {"n", "logprobs"}
 
 
 def test_the_format_can_be_told():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import msgspec
@@ -15,12 +15,15 @@ MAX_LINE_BYTES = 4 << 20
 class Row:
     line: int  # counts from 1
     prompt: str | list[dict[str, Any]] | None  # text, or the messages of a chat
+    params: dict[str, Any] = field(default_factory=dict)  # sampling parameters of this row
     error: str = ""  # why there is no prompt
 
 
-class _Json(msgspec.Struct, forbid_unknown_fields=True):
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+PARAMS = {
+    *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+}
 
 
 def read_rows(file: BinaryIO, json: bool | None = None) -> Iterator[Row]:
@@ -33,7 +36,7 @@ def read_rows(file: BinaryIO, json: bool | None = None) -> Iterator[Row]:
         if json is None:
             json = line.lstrip().startswith(b"{")
         if len(line) > MAX_LINE_BYTES:
-            yield Row(number, None, f"line {number}: longer than {MAX_LINE_BYTES} bytes")
+            yield _bad(number, f"longer than {MAX_LINE_BYTES} bytes")
         else:
             yield _from_json(number, line) if json else _from_text(number, line)
 
@@ -51,7 +54,7 @@ def _from_text(number: int, line: bytes) -> Row:
     try:
         return Row(number, line.decode())
     except UnicodeDecodeError as error:
-        return Row(number, None, f"line {number}: not UTF-8: byte {error.start + 1}: {error.reason}")
+        return _bad(number, f"not UTF-8: byte {error.start + 1}: {error.reason}")
 
 
 def _from_json(number: int, line: bytes) -> Row:
@@ -59,9 +62,20 @@ def _from_json(number: int, line: bytes) -> Row:
     if text.error:
         return text
     try:
-        row = msgspec.json.decode(line, type=_Json)
+        row = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        return Row(number, None, f"line {number}: {error}")
-    if (row.prompt is None) == (row.messages is None):
-        return Row(number, None, f'line {number}: expected either "prompt" or "messages"')
-    return Row(number, row.prompt if row.prompt is not None else row.messages)
+        return _bad(number, str(error))
+    prompt, messages = row.pop("prompt", None), row.pop("messages", None)
+    if (prompt is None) == (messages is None):
+        return _bad(number, 'expected either "prompt" or "messages"')
+    if prompt is not None and not isinstance(prompt, str):
+        return _bad(number, "prompt: expected text")
+    if messages is not None and not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        return _bad(number, "messages: expected a list of objects")
+    if unknown := sorted(row.keys() - PARAMS):
+        return _bad(number, f"unknown field {unknown[0][:200]!r}")
+    return Row(number, messages if prompt is None else prompt, row)
+
+
+def _bad(number: int, error: str) -> Row:
+    return Row(number, None, error=f"line {number}: {error}")
