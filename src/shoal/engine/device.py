@@ -1,0 +1,182 @@
+"""The one place that picks device, number format, attention backend, threads and the size of the KV pool.
+
+The rest of the engine asks a `Device` for tensors and never names a kind of hardware.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from shoal.engine.config import EngineConfig
+
+CPU_KV_BYTES = 2 << 30
+CPU_KV_SHARE = 0.25
+_CGROUP = Path("/sys/fs/cgroup")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is Arm's name
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    torch_device: torch.device
+    dtype: torch.dtype  # of weights, activations, keys and values
+    attention: str  # a key of model.attention.ATTENTION
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    def tensor(self, values: np.ndarray | Tensor) -> Tensor:
+        """Same numbers and format, on the device; the copy is ordered before what is computed next."""
+        tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+        return tensor.to(self.torch_device, non_blocking=True)
+
+    def arange(self, end: int) -> Tensor:
+        return torch.arange(end, device=self.torch_device)
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.torch_device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.torch_device)
+
+    def pool(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros of a size where it matters that, in main memory, a page is taken when it is first written."""
+        if self.is_cuda:
+            return self.zeros(shape)
+        return torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype).view(shape)
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Device memory that `work` takes at its highest, beyond what is taken now; 0, without running it, on a CPU."""
+        if not self.is_cuda:
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        work()
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    def mark(self) -> Any:
+        """A point in the device's work, for `elapsed_ns`."""
+        if not self.is_cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ns(self, start: Any, end: Any) -> int:
+        """Device time between two marks; waits for the second."""
+        if not self.is_cuda:
+            return end - start
+        end.synchronize()
+        return int(start.elapsed_time(end) * 1e6)
+
+
+def choose(config: EngineConfig) -> Device:
+    """Also sets torch's number of threads. Raises ValueError for a device that is not there."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"engine.device is {config.device!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"engine.device is {config.device!r}; this machine has {count} CUDA devices")
+    dtype = _DTYPES[config.dtype] if config.dtype != "auto" else _best_dtype(device)
+    torch.set_num_threads(config.threads or num_cores())
+    torch.set_float32_matmul_precision("highest")
+    return Device(device, dtype, attention="sdpa")
+
+
+def kv_pool_bytes(config: EngineConfig, device: Device, activation_peak_bytes: int) -> int:
+    """Bytes for keys and values, with the weights loaded already. Raises ValueError where nothing is left."""
+    if config.kv_cache_bytes:
+        return config.kv_cache_bytes
+    if not device.is_cuda:
+        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * memory_bytes()))
+    _, total = torch.cuda.mem_get_info(device.torch_device)
+    weights = torch.cuda.memory_allocated(device.torch_device)
+    left = int(total * config.gpu_memory_utilization) - weights - activation_peak_bytes
+    if left <= 0:
+        raise ValueError(
+            f"engine.gpu_memory_utilization is {config.gpu_memory_utilization}; of {total >> 20} MiB, weights take "
+            f"{weights >> 20} MiB and activations {activation_peak_bytes >> 20} MiB: nothing is left for the KV pool"
+        )
+    return left
+
+
+def num_cores() -> int:
+    """Cores that this process really has: its affinity, and its control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, min(cores, math.ceil(quota))) if quota else cores
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its control group's limit where that is lower."""
+    limits = [psutil.virtual_memory().total]
+    for folder in _cgroup_folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, version 1
+            text = _read(folder / name)
+            if text.isdigit():
+                limits.append(int(text))
+    return min(limits)
+
+
+def _cpu_quota() -> float | None:
+    """In cores; None: no quota."""
+    quotas = []
+    for folder in _cgroup_folders("cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """This process' control group and the ones above it, under versions 1 and 2; inside a container often the root."""
+    folders = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUP / controller if controllers else _CGROUP
+        group = root / path.lstrip("/")
+        folders += [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+    return folders
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _best_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    flags: set[str] = set()
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags.update(value.split())
+            break
+    return torch.bfloat16 if flags & _BF16_CPU_FLAGS else torch.float32

@@ -1,0 +1,156 @@
+"""Weights from *.safetensors, mapped and copied straight to their place and number format; and the model's digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.engine.device import Device, num_cores
+from shoal.engine.model.config import ModelConfig, read_json
+from shoal.engine.model.llama import Layer, Weights
+
+_DIGEST_PIECE_BYTES = 8 << 20
+_HARMLESS = ("rotary_emb.inv_freq",)  # computed values that some old checkpoints carry
+
+
+class Checkpoint:
+    """The tensors of a model folder by name. Use as a context manager; reading maps pages, it copies nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._open_files = ExitStack()
+        self._unread: set[str] = set()
+        self._file_of: dict[str, Any] = {}
+        for path in weight_files(folder):
+            try:
+                file = self._open_files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path}: not a readable safetensors file: {error}") from None
+            for name in file.keys():  # noqa: SIM118
+                if name in self._file_of:
+                    raise ValueError(f"{path}: tensor {name} is in another file too")
+                self._file_of[name] = file
+        self._unread.update(self._file_of)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open_files.close()
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """Raises ValueError naming a tensor that is missing or has another shape."""
+        if name not in self._file_of:
+            raise ValueError(f"the checkpoint lacks tensor {name}, of shape {list(target.shape)}")
+        source = self._file_of[name].get_tensor(name)
+        if source.shape != target.shape:
+            raise ValueError(f"tensor {name} has shape {list(source.shape)}; config.json asks for {list(target.shape)}")
+        target.copy_(source)
+        self._unread.discard(name)
+
+    def finish(self, ignored: Sequence[str] = ()) -> None:
+        """Raises ValueError if tensors are left that nobody asked for: config.json describes another model."""
+        left = sorted(name for name in self._unread if name not in ignored and not name.endswith(_HARMLESS))
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            raise ValueError(f"the checkpoint has tensors unknown to config.json: {', '.join(left[:5])}{more}")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that the index names, else all *.safetensors. Raises ValueError if there are none or one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index}: weight_map must be an object of file names")
+        paths = [folder / Path(name).name for name in sorted(set(weight_map.values()))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing or not paths:
+        raise ValueError(f"{folder}: missing weight files: {', '.join(missing) or '*.safetensors'}")
+    return paths
+
+
+def load_weights(folder: Path, config: ModelConfig, device: Device) -> Weights:
+    """Raises ValueError naming a tensor that is missing, has another shape, or should not be there."""
+    with Checkpoint(folder) as checkpoint:
+        loader = _Loader(checkpoint, device)
+        embedding = loader.one("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = [_layer(loader, config, index) for index in range(config.num_layers)]
+        norm = loader.one("model.norm.weight", config.hidden_size)
+        head = embedding if config.tied else loader.one("lm_head.weight", config.vocab_size, config.hidden_size)
+        checkpoint.finish(ignored=("lm_head.weight",) if config.tied else ())
+    return Weights(embedding_VxE=embedding, layers=layers, norm_E=norm, head_VxE=head)
+
+
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, device: Device) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+
+    def one(self, name: str, *shape: int) -> Tensor:
+        target = self._device.empty(shape)
+        self._checkpoint.copy(name, target)
+        return target
+
+    def stacked(self, modules: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
+        """Several tensors under each other, so that one multiplication does the work of all."""
+        target = self._device.empty((sum(rows), *rest))
+        for module, part in zip(modules, target.split(list(rows)), strict=True):
+            self._checkpoint.copy(f"{module}.{kind}", part)
+        return target
+
+
+def _layer(loader: _Loader, config: ModelConfig, index: int) -> Layer:
+    at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
+    qkv, qkv_rows = [f"{at}.{part}_proj" for part in "qkv"], (heads, kv_heads, kv_heads)
+    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    return Layer(
+        attention_norm_E=loader.one(f"model.layers.{index}.input_layernorm.weight", hidden),
+        qkv_HKKDxE=loader.stacked(qkv, "weight", qkv_rows, hidden),
+        qkv_bias=loader.stacked(qkv, "bias", qkv_rows) if config.qkv_bias else None,
+        q_norm_D=loader.one(f"{at}.q_norm.weight", dim) if config.qk_norm else None,
+        k_norm_D=loader.one(f"{at}.k_norm.weight", dim) if config.qk_norm else None,
+        output_ExHD=loader.one(f"{at}.o_proj.weight", hidden, heads),
+        output_bias_E=loader.one(f"{at}.o_proj.bias", hidden) if config.output_bias else None,
+        mlp_norm_E=loader.one(f"model.layers.{index}.post_attention_layernorm.weight", hidden),
+        gate_up_2FxE=loader.stacked(gate_up, "weight", (inner, inner), hidden),
+        gate_up_bias=loader.stacked(gate_up, "bias", (inner, inner)) if config.mlp_bias else None,
+        down_ExF=loader.one(f"{mlp}.down_proj.weight", hidden, inner),
+        down_bias_E=loader.one(f"{mlp}.down_proj.bias", hidden) if config.mlp_bias else None,
+    )
+
+
+def model_digest(folder: Path) -> str:
+    """32 hex digits over config.json and every byte of the weights, in pieces of 8 MiB hashed on all cores.
+
+    Every byte, because replicas with one digest exchange keys and values and continue each other's streams.
+    blake2b takes about 1 s per GB and core; the pages are read for loading anyway.
+    """
+    total = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16, person=b"shoal-model")
+    with ThreadPoolExecutor(num_cores()) as pool:
+        for path in weight_files(folder):
+            total.update(f"{path.name}:{path.stat().st_size}".encode())
+            for digest in pool.map(_piece_digest, _pieces(path)):
+                total.update(digest)
+    return total.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[tuple[Path, int]]:
+    return ((path, offset) for offset in range(0, path.stat().st_size, _DIGEST_PIECE_BYTES))
+
+
+def _piece_digest(piece: tuple[Path, int]) -> bytes:
+    path, offset = piece
+    with path.open("rb") as file:
+        file.seek(offset)
+        return hashlib.blake2b(file.read(_DIGEST_PIECE_BYTES), digest_size=16).digest()

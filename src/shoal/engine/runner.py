@@ -1,0 +1,239 @@
+"""Computes steps. `launch` hands a plan to the device, `collect` returns the oldest result; `load` builds it all.
+
+On a CPU `launch` returns when the step is done. On a CUDA device it returns when the work is queued, and `collect`
+waits for the few numbers that the host needs; nothing else in a step waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.core.kv.hashing import root_key
+from shoal.core.plan import Logprobs, Slice, StepPlan, StepResult
+from shoal.core.stepcost import Features, StepCost
+from shoal.engine.batch import Batch, RequestTable
+from shoal.engine.config import EngineConfig
+from shoal.engine.device import Device, choose, kv_pool_bytes
+from shoal.engine.kvstore import KV_FORMAT, KVStore, block_bytes
+from shoal.engine.model.attention import ATTENTION
+from shoal.engine.model.llama import Llama
+from shoal.engine.model.load import load_weights, model_digest
+from shoal.engine.model.registry import eos_token_ids, read_config
+from shoal.engine.sample import Scores, sample, score
+from shoal.engine.warmup import growing_steps, largest_step
+
+WARM_UP_NS = 2_000_000_000
+_SCORED_ROWS = 128  # prompt positions scored at once: bounds the memory of rows x vocabulary in float32
+
+log = logging.getLogger("shoal.engine")
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: int
+    began_ns: int
+    marks: tuple[Any, Any]  # of the device: start, end
+    tokens: Tensor | None = None
+    scored_ids: list[str] = field(default_factory=list)  # requests with logprobs, in the order of `scores`
+    num_tops: list[int] = field(default_factory=list)
+    scores: Scores | None = None
+    prompt_scores: dict[str, Scores] = field(default_factory=dict)
+
+
+class Runner:
+    """Implements the Runner protocol of loop.py. `leaves`, `admits` and slices of a plan are applied at launch."""
+
+    def __init__(
+        self,
+        model: Llama,
+        device: Device,
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        max_model_len: int,
+        digest: str,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.vocab_size = model.config.vocab_size
+        self.max_model_len = max_model_len
+        self.model_digest = digest
+        self.hash_root = root_key(digest, str(device.dtype).removeprefix("torch."), KV_FORMAT, block_tokens)
+        self.eos_token_ids = eos_token_ids
+        self._model = model
+        self._device = device
+        self._store = KVStore(model.config, device, num_blocks, block_tokens)
+        self._attention = ATTENTION[device.attention](model.config, device, self._store)
+        self._table = RequestTable(device, block_tokens, self.vocab_size)
+        self._launched: deque[_Launched] = deque()
+        self._seams: dict[str, Scores] = {}  # score of a chunk's next token, which belongs to the next chunk
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> None:
+        began_ns, start = time.perf_counter_ns(), self._device.mark()
+        for request in plan.leaves:
+            self._seams.pop(request, None)
+        batch = self._table.build(plan)
+        launched = _Launched(plan.step, began_ns, (start, start))
+        hidden_TE = self._forward(batch)
+        for span, piece in zip(batch.spans, plan.slices, strict=True):
+            if (scores := self._score_prompt(piece, hidden_TE[span.row : span.row + span.length])) is not None:
+                launched.prompt_scores[piece.id] = scores
+        if batch.sampled:
+            self._sample(plan, batch, hidden_TE, launched)
+        launched.marks = (start, self._device.mark())
+        self._launched.append(launched)
+
+    def collect(self) -> StepResult:
+        launched = self._launched.popleft()
+        result = StepResult(launched.step, [] if launched.tokens is None else launched.tokens.tolist())
+        if launched.scores is not None:
+            entries = _logprobs(launched.scores, launched.num_tops)
+            result.logprobs = dict(zip(launched.scored_ids, entries, strict=True))
+        result.prompt_logprobs = {
+            request: _logprobs(scores, [scores.top_ids_MA.shape[1]] * len(scores.logprob_M))
+            for request, scores in launched.prompt_scores.items()
+        }
+        result.busy_ns = self._device.elapsed_ns(*launched.marks)
+        result.latency_ns = time.perf_counter_ns() - launched.began_ns
+        return result
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """`launch` and `collect` in one, with nothing else in flight."""
+        self.launch(plan)
+        return self.collect()
+
+    def warm_up(self) -> list[tuple[Features, int]]:
+        """Times invented steps of growing size for at most about 2 s: pairs of stepcost features and nanoseconds.
+
+        Only before the first real step.
+        """
+        measured: list[tuple[Features, int]] = []
+        cost = StepCost()
+        ends_ns = time.perf_counter_ns() + WARM_UP_NS
+        for plan in growing_steps(self.num_blocks, self.block_tokens, self.vocab_size, self.max_model_len):
+            features = StepCost.features(plan.slices)
+            if plan.step > 1 and time.perf_counter_ns() + cost.predict(features) > ends_ns:
+                break
+            busy_ns = self.compute(plan).busy_ns
+            if plan.step > 1:  # the first pays for what is set up once
+                cost.update(features, busy_ns)
+                measured.append((features, busy_ns))
+        self.compute(StepPlan(0, list(self._table.rows), [], [], 0, 0))
+        return measured
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: Batch) -> Tensor:
+        if not batch.spans:
+            return self._device.empty((0, self._model.config.hidden_size))
+        if len(batch.fresh_blocks):
+            self._store.clear(batch.fresh_blocks)
+        where_2T = self._store.where(batch.block_T, batch.offset_T)
+        prepared = self._attention.prepare(batch.spans)
+
+        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            self._store.write(layer, where_2T, k_TKD, v_TKD)
+            return self._attention.attend(layer, q_THD, prepared)
+
+        return self._model.hidden(batch.tokens_T, batch.positions_T, attend)
+
+    def _sample(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
+        assert batch.last_row_R is not None and batch.sampling is not None
+        logits_RV = self._model.logits(hidden_TE.index_select(0, batch.last_row_R))
+        wanted = []  # rows of R whose request asked for logprobs
+        for row, index in enumerate(batch.sampled):
+            request = plan.slices[index].id
+            num_top = self._table.rows[request].sampling.logprobs
+            if num_top is not None:
+                wanted.append(row)
+                launched.scored_ids.append(request)
+                launched.num_tops.append(num_top)
+        rows = torch.tensor(wanted, dtype=torch.int64, device=logits_RV.device)
+        logprobs_MV = logits_RV.index_select(0, rows).log_softmax(-1) if wanted else None
+        tokens_R = sample(logits_RV, batch.sampling, self._device)
+        self._table.store_sampled(plan, batch, tokens_R)
+        launched.tokens = tokens_R
+        if logprobs_MV is not None:
+            launched.scores = score(logprobs_MV, tokens_R.index_select(0, rows), max(launched.num_tops))
+
+    def _score_prompt(self, piece: Slice, hidden_ME: Tensor) -> Scores | None:
+        """Scores of the prompt tokens max(start, 1) .. start + count, where the request asked for them.
+
+        The logits at position p score token p + 1. So a chunk's last row scores the first token of the next chunk: it
+        waits in `_seams`. The last prompt token's own row scores nothing: what follows it is sampled.
+        """
+        row = self._table.rows[piece.id]
+        num_top = row.sampling.prompt_logprobs
+        if num_top is None or piece.start >= row.num_prompt:
+            return None
+        end = min(piece.start + piece.count, row.num_prompt - 1)  # rows [start, end) score tokens [start + 1, end + 1)
+        targets_M = self._table.tokens(piece.id, piece.start + 1, end + 1)
+        parts = []
+        if piece.start > 0:
+            parts.append(self._seams.pop(piece.id))
+        for first in range(0, len(targets_M), _SCORED_ROWS):
+            targets = targets_M[first : first + _SCORED_ROWS]
+            logits = self._model.logits(hidden_ME[first : first + len(targets)])
+            parts.append(score(logits.log_softmax(-1), targets, num_top))
+        if not parts:
+            return None
+        scores = Scores(*(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)))
+        if piece.start + piece.count < row.num_prompt:
+            self._seams[piece.id] = Scores(*(column[-1:] for column in _columns(scores)))
+            scores = Scores(*(column[:-1] for column in _columns(scores)))
+        return scores if len(scores.logprob_M) else None
+
+
+def _columns(scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    return scores.logprob_M, scores.top_ids_MA, scores.top_logprobs_MA
+
+
+def _logprobs(scores: Scores, num_tops: Sequence[int]) -> list[Logprobs]:
+    columns = (column.tolist() for column in _columns(scores))
+    return [
+        Logprobs(logprob, tuple(zip(ids[:num_top], values[:num_top], strict=True)))
+        for logprob, ids, values, num_top in zip(*columns, num_tops, strict=True)
+    ]
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def load(model_dir: Path, config: EngineConfig) -> Runner:
+    """Raises ValueError naming what cannot be served: a field of config.json, a tensor, a setting."""
+    device = choose(config)
+    settings = read_config(model_dir)
+    max_model_len = config.max_model_len or settings.max_context
+    if max_model_len > settings.max_context:
+        raise ValueError(
+            f"engine.max_model_len is {max_model_len}; the model's context is {settings.max_context} tokens"
+        )
+    model = Llama(settings, load_weights(model_dir, settings, device), device)
+    build = functools.partial(
+        Runner,
+        model,
+        device,
+        block_tokens=config.block_size,
+        max_model_len=max_model_len,
+        digest=model_digest(model_dir),
+        eos_token_ids=eos_token_ids(model_dir),
+    )
+    peak_bytes = device.peak_bytes(lambda: build(num_blocks=1).compute(largest_step(config, max_model_len)))
+    one = block_bytes(settings, device.dtype, config.block_size)
+    num_blocks = kv_pool_bytes(config, device, peak_bytes) // one
+    if num_blocks < 1:
+        raise ValueError(f"engine.kv_cache_bytes is {config.kv_cache_bytes}; one block takes {one} bytes")
+    log.info("model.loaded", {"dtype": str(device.dtype), "device": str(device.torch_device), "blocks": num_blocks})
+    return build(num_blocks=num_blocks)

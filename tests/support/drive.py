@@ -1,0 +1,78 @@
+"""Drives a real Scheduler and a real Runner without processes: submit everything, step until all is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shoal.core.limits import Limits
+from shoal.core.plan import Accepted, Ended, Logprobs, Preempted, PromptScored, StepPlan, Token
+from shoal.core.request import RequestSpec
+from shoal.core.scheduler import Scheduler
+from shoal.engine.loop import Runner
+
+MAX_STEPS = 20_000
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came back for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    preemptions: int = 0
+    ended: Ended | None = None
+
+
+def make_scheduler(runner: Runner, **limits: int | bool) -> Scheduler:
+    settings = {
+        "num_blocks": runner.num_blocks,
+        "block_tokens": runner.block_tokens,
+        "max_model_len": runner.max_model_len,
+        "vocab_size": runner.vocab_size,
+        "max_step_ns": 10**12,
+        **limits,
+    }
+    return Scheduler(Limits(**settings), hash_root=runner.hash_root)
+
+
+def run_requests(
+    runner: Runner,
+    scheduler: Scheduler,
+    specs: Iterable[RequestSpec],
+    on_plan: Callable[[StepPlan], None] = lambda plan: None,
+) -> dict[str, Outcome]:
+    """All requests are submitted first. Keeps as many plans in flight as the scheduler allows; `check()` at each step."""
+    outcomes: dict[str, Outcome] = {}
+    for spec in specs:
+        accepted = scheduler.submit(spec, 0)
+        assert isinstance(accepted, Accepted), accepted
+        outcomes[spec.id] = Outcome()
+    for now_ns in range(MAX_STEPS):
+        while (plan := scheduler.plan(now_ns)) is not None:
+            on_plan(plan)
+            runner.launch(plan)
+        if scheduler.num_in_flight == 0:
+            break
+        for event in scheduler.apply(runner.collect(), now_ns):
+            record(outcomes[event.id], event)
+        scheduler.check()
+    assert all(outcome.ended for outcome in outcomes.values()), "a request never ended"
+    return outcomes
+
+
+def record(outcome: Outcome, event: object) -> None:
+    match event:
+        case Token():
+            assert event.index == len(outcome.tokens), "a token index was lost or repeated"
+            outcome.tokens.append(event.token)
+            outcome.logprobs.append(event.logprobs)
+        case PromptScored():
+            assert event.start == 1 + len(outcome.prompt_logprobs), "a prompt score was lost or repeated"
+            outcome.prompt_logprobs += event.entries
+        case Preempted():
+            outcome.preemptions += 1
+        case Ended():
+            assert outcome.ended is None, "two endings"
+            outcome.ended = event
