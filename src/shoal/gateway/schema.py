@@ -15,6 +15,7 @@ MAX_PROMPTS = 128
 
 Count = Annotated[int, Meta(ge=1, le=16)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 53)]
+SomeTokens = Annotated[int, Meta(ge=1, le=1 << 53)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -96,8 +97,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ChatRequest(Common):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=2048)]
-    max_tokens: Annotated[Tokens, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[Tokens, Meta(ge=1)] | None = None  # wins over max_tokens
+    max_tokens: SomeTokens | None = None
+    max_completion_tokens: SomeTokens | None = None  # wins over max_tokens
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     # accepted
