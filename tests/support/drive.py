@@ -43,7 +43,7 @@ def run_requests(
     specs: Iterable[RequestSpec],
     on_plan: Callable[[StepPlan], None] = lambda plan: None,
 ) -> dict[str, Outcome]:
-    """All requests are submitted first. Keeps as many plans in flight as the scheduler allows; `check()` at each step."""
+    """Submits all first. Keeps as many plans in flight as the scheduler allows; `check()` after each step."""
     outcomes: dict[str, Outcome] = {}
     for spec in specs:
         accepted = scheduler.submit(spec, 0)
