@@ -1,9 +1,9 @@
 """A supervised process: its states, and how long to wait before it is started again.
 
-STARTING ──► RUNNING ──► STOPPING ──► STOPPED
-    ▲  └────────┬──┘
-    │         died
- BACKING_OFF ◄──┴──► PARKED      (parked: somebody has to look at the cause)
+RUNNING ──stop──► STOPPING ──► STOPPED
+  │  ▲                            ▲
+ died └── BACKING_OFF ──stop──────┤
+  └─────► PARKED ────────stop─────┘      (parked: a crash loop, somebody has to look at the cause)
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ CRASH_LOOP_NS = 60 * SECOND_NS
 
 
 class Life(StrEnum):
-    STARTING = "starting"
     RUNNING = "running"
     BACKING_OFF = "backing_off"
     PARKED = "parked"
@@ -29,9 +28,8 @@ class Life(StrEnum):
 
 
 TRANSITIONS: dict[Life, frozenset[Life]] = {
-    Life.STARTING: frozenset({Life.RUNNING, Life.BACKING_OFF, Life.PARKED, Life.STOPPING}),
     Life.RUNNING: frozenset({Life.BACKING_OFF, Life.PARKED, Life.STOPPING}),
-    Life.BACKING_OFF: frozenset({Life.STARTING, Life.STOPPED}),
+    Life.BACKING_OFF: frozenset({Life.RUNNING, Life.STOPPED}),
     Life.PARKED: frozenset({Life.STOPPED}),
     Life.STOPPING: frozenset({Life.STOPPED}),
     Life.STOPPED: frozenset(),

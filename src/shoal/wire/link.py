@@ -15,7 +15,8 @@ from shoal.wire.connection import Connection, ConnectionClosed, dial
 from shoal.wire.messages import Members, Register, Report, Role
 
 REPORT_S = 0.5
-RECONNECT_S = (0.1, 1.0)  # a pause drawn between these, so that a fleet does not return in one moment
+RECONNECT_S = 1.0  # longest pause between two tries; drawn by chance, so that a fleet does not return in one moment
+_FIRST_PAUSE_S = 0.1
 
 log = logging.getLogger("shoal.wire")
 
@@ -52,15 +53,19 @@ class ControlLink:
         self._last_trouble = ""
 
     async def run(self) -> None:
+        pause_s = _FIRST_PAUSE_S
         while True:
+            pause_s = min(2 * pause_s, RECONNECT_S)
             try:
                 await self._one_connection()
             except (ConnectionClosed, OSError, TimeoutError) as e:
                 self._trouble(str(e) or type(e).__name__)
             finally:
+                if self.connected:
+                    pause_s = _FIRST_PAUSE_S
                 self.connected = False
                 self._connection = None
-            await asyncio.sleep(random.uniform(*RECONNECT_S))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     def registration_changed(self) -> None:
         """Says so at once where the controller is there; a later connection begins with it anyway."""
