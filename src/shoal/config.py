@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import reprlib
 import typing
 from collections.abc import Mapping
@@ -41,8 +42,8 @@ class ModelConfig:
         """The name that clients use."""
         if self.served_name:
             return self.served_name
-        path = Path(self.name).expanduser()
-        return path.resolve().name if path.is_dir() else self.name
+        folder = os.path.abspath(os.path.expanduser(self.name))
+        return os.path.basename(folder) if os.path.isdir(folder) else self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
     """The file's values over the defaults, and over both `overrides`.
 
     An override's key is "section.key"; its value may be text, as a command line gives it.
-    Raises ConfigError for what the file or an override gets wrong, OSError for a file that cannot be read. ConfigError for what the file or an override gets wrong, OSError for a file that cannot be read.
+    Raises ConfigError for what the file or an override gets wrong, OSError for a file that cannot be read.
     """
     problems: list[Problem] = []
     values = _read(Path(path), problems) if path is not None else {}

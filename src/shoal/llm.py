@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-import random
+import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -194,7 +194,7 @@ class LLM:
         id = f"{next(self._numbers):016x}"
         try:
             prompt = self._token_ids(request.prompt)
-            max_tokens = checked.fit(len(prompt), params, self._window)
+            max_tokens = checked.fit(len(prompt), params, self._window, "prompt")
         except (ApiError, TemplateError, ValueError) as error:
             return Answer(id, (), [], error=str(error))
         choices = [
@@ -210,7 +210,7 @@ class LLM:
         return Answer(id, prompt, choices, include_stop=params.include_stop)
 
     def _specs(self, id: str, prompt: tuple[int, ...], max_tokens: int, params: checked.Params) -> list[RequestSpec]:
-        seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(63)
+        seed = (params.seed if params.seed is not None else secrets.randbits(63)) % (1 << 64)
         eos = () if params.ignore_eos else self._tokenizer.eos_token_ids
         return [
             RequestSpec(
@@ -218,7 +218,7 @@ class LLM:
                 prompt=prompt,
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens,
-                stop_token_ids=(*params.stop_token_ids, *eos),
+                stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
                 sampling=replace(params.sampling, seed=seed),
                 choice=choice,
                 leader=f"{id}.0" if choice else None,

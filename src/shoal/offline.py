@@ -166,7 +166,7 @@ class Answer:
         if ending is None:
             self.unwanted = [message.id] if choice.finish is not None else []
         else:
-            self._cached_tokens = max(self._cached_tokens, ending.cached_tokens)
+            self._cached_tokens = ending.cached_tokens if number == 0 else self._cached_tokens
             if choice.finish is None:
                 pieces.append(choice.end(ending.reason))
         text = "".join(piece.text for piece in pieces if piece is not None)

@@ -1,6 +1,64 @@
+"""`shoal serve`: a model behind an OpenAI-compatible API on this machine, with one command."""
+
 from __future__ import annotations
 
+import json
+import os
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
 
-def serve() -> None:
-    """Not here yet."""
-    raise NotImplementedError("serve")
+import typer
+
+from shoal import config as configuration
+from shoal.cli.options import ConfigFile, resolve, with_settings
+from shoal.cli.pull import fetch
+
+if TYPE_CHECKING:
+    from shoal.controller.launchers.local import Service
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="a known name, a model folder, or a Hugging Face hub id  [default: smollm2-135m]",
+        show_default=False,
+    ),
+]
+
+
+@with_settings("model", "engine", "gateway", "controller", "cluster")
+def serve(model: Model = None, *, config: ConfigFile = None, settings: dict[str, Any]) -> None:
+    """Serve a model: gateway, controller and engines on this machine, until Ctrl-C.
+
+    Fetches the model if it is not here. Set SHOAL_API_KEY in the environment to ask clients for a key.
+    """
+    values = resolve(config, settings, model)
+    if values.engine.journal and values.cluster.replicas > 1:
+        raise typer.BadParameter("--journal records one engine; allowed with --replicas 1 only")
+    fetch(values.model.name)
+    from shoal.controller.launchers import local
+
+    def on_ready(service: Service) -> None:
+        typer.echo(invitation(values.model.public_name, service, bool(os.environ.get("SHOAL_API_KEY"))))
+
+    raise typer.Exit(local.run(values, configuration.dump(values), on_ready=on_ready))
+
+
+def invitation(model: str, service: Service, keyed: bool) -> str:
+    """What to do with a service that is ready. The key itself is never shown."""
+    question = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is a shoal of fish?"}],
+        "max_tokens": 100,
+    }
+    key = '-H "Authorization: Bearer $SHOAL_API_KEY" ' if keyed else ""
+    url = f"{service.url}/v1/chat/completions"
+    return f"""
+shoal serves {model}
+
+  API          {service.url}/v1
+  status page  {service.status_url}
+  chat         shoal chat --url {service.url}
+
+curl {url} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(question, ensure_ascii=False))}
+"""
