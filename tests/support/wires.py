@@ -1,0 +1,77 @@
+"""Wire peers for tests: a listener that records, raw sockets, frames written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from shoal.core.plan import View
+from shoal.wire.connection import Connection, Listener, dial, listen
+from shoal.wire.messages import Hello, Message, Role
+
+SECRET = b"a secret of the tests"
+VIEW = View(step=0, num_running=0, num_waiting=0, waiting_tokens=0, free_blocks=1, cached_blocks=0, total_blocks=1)
+
+
+@asynccontextmanager
+async def listening(
+    handler: Callable[[Connection], Awaitable[None]],
+    address: str = "tcp:127.0.0.1:0",
+    admit: Callable[[Hello], str | None] | None = None,
+) -> AsyncIterator[Listener]:
+    listener = await listen(
+        address, secret=SECRET, incarnation="listener", welcome=lambda: None, handler=handler, admit=admit
+    )
+    try:
+        yield listener
+    finally:
+        await listener.close()
+
+
+async def connect(
+    address: str,
+    *,
+    name: str = "gateway-0",
+    session: int = 1,
+    incarnation: str = "first",
+    role: Role = Role.GATEWAY,
+    secret: bytes = SECRET,
+) -> Connection:
+    return await dial(address, role=role, name=name, incarnation=incarnation, session=session, secret=secret)
+
+
+async def raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A bare socket to a listener; its challenge has not been read."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix":
+        return await asyncio.open_unix_connection(rest)
+    host, _, port = rest.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def read_frame(reader: asyncio.StreamReader, limit_s: float = 5.0) -> dict[str, object]:
+    """One frame, undecoded but for msgpack."""
+    async with asyncio.timeout(limit_s):
+        length = int.from_bytes(await reader.readexactly(4), "big")
+        value: dict[str, object] = msgspec.msgpack.decode(await reader.readexactly(length))
+    return value
+
+
+def frame(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "big") + body
+
+
+async def swallow(connection: Connection) -> None:
+    """A handler that reads and never answers."""
+    while True:
+        await connection.receive()
+
+
+async def next_of(connection: Connection, kind: type[Message], limit_s: float = 5.0) -> Message:
+    async with asyncio.timeout(limit_s):
+        while not isinstance(message := await connection.receive(), kind):
+            pass
+    return message
