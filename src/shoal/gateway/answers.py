@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 
 from shoal.core.plan import Logprobs
+from shoal.gateway.errors import ApiError, Reason
 from shoal.gateway.job import Job
 from shoal.gateway.output import Delta, Entry
+from shoal.gateway.text.decode import IncrementalDecoder
 from shoal.gateway.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -40,6 +42,10 @@ class Answer:
         """Events before the first delta."""
         return b""
 
+    def prepared(self, delta: Delta) -> Delta:
+        """Each delta passes here once, in order, before it is written."""
+        return delta
+
     def chunk(self, delta: Delta) -> bytes:
         raise NotImplementedError
 
@@ -52,7 +58,7 @@ class Answer:
     def whole(self, deltas: Iterable[Delta]) -> bytes:
         per_choice: list[list[Delta]] = [[] for _ in self.job.outputs]
         for delta in deltas:
-            per_choice[delta.choice].append(delta)
+            per_choice[delta.choice].append(self.prepared(delta))
         choices = []
         for number, parts in enumerate(per_choice):
             entries = tuple(entry for part in parts for entry in part.entries)
@@ -115,15 +121,28 @@ class ChatAnswer(Answer):
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
         """A token by itself: its own bytes, whatever it would be a part of."""
         spelled = self.tokenizer.token_bytes(token)
-        return {"token": readable(spelled), "logprob": finite(logprob), "bytes": list(spelled)}
+        return {"token": readable(spelled) or f"<{token}>", "logprob": finite(logprob), "bytes": list(spelled)}
 
 
 class CompletionAnswer(Answer):
     object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
 
+    def __init__(self, job: Job, *, model: str, created: int, tokenizer: Tokenizer) -> None:
+        super().__init__(job, model=model, created=created, tokenizer=tokenizer)
+        self._to_echo = set(range(len(job.outputs))) if job.order.params.echo else set()
+
+    def prepared(self, delta: Delta) -> Delta:
+        """The first delta of a choice is preceded by the prompt, where that was asked for."""
+        if delta.choice not in self._to_echo:
+            return delta
+        self._to_echo.remove(delta.choice)
+        number = delta.choice // self.job.order.params.n
+        prompt = self.job.order.prompts[number]
+        return delta._replace(text=prompt.text + delta.text, entries=self._prompt_entries(number) + delta.entries)
+
     def chunk(self, delta: Delta) -> bytes:
-        return self._event([self._choice(delta)])
+        return self._event([self._choice(self.prepared(delta))])
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         return {
@@ -132,6 +151,19 @@ class CompletionAnswer(Answer):
             "logprobs": self._logprobs(delta.entries),
             "finish_reason": delta.finish,
         }
+
+    def _prompt_entries(self, number: int) -> tuple[Entry, ...]:
+        if self.job.order.params.sampling.prompt_logprobs is None:
+            return ()
+        ids, scores = self.job.order.prompts[number].ids, self.job.prompt_scores[number]
+        if len(scores) != len(ids) - 1:
+            raise ApiError(Reason.SEAM_BROKEN, f"{len(scores)} scores came for a prompt of {len(ids)} tokens")
+        decoder = IncrementalDecoder(self.tokenizer, skip_special_tokens=self.job.order.params.skip_special_tokens)
+        entries, offset = [], 0
+        for token, logprobs in zip(ids, [None, *scores], strict=True):
+            entries.append(Entry(token, logprobs, offset))
+            offset += len(decoder.push(token))
+        return tuple(entries)
 
     def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
         if self.job.order.params.sampling.logprobs is None:
@@ -153,7 +185,7 @@ class CompletionAnswer(Answer):
         """OpenAI's spelling here: parts of characters as `bytes:\\xf0\\x9f`, so that no two of them share a name."""
         spelled = self.tokenizer.token_bytes(token)
         try:
-            return spelled.decode()
+            return spelled.decode() or f"<{token}>"
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Iterable
 
 from shoal.gateway.errors import ApiError, Reason
+from shoal.wire.address import is_loopback
 
 FAILED_TRIES = 20  # wrong keys in a row after which guesses are answered unread ...
 FORGIVEN_PER_S = 1.0  # ... until enough of them are forgiven
@@ -55,15 +55,6 @@ def check_bind(host: str, keys: Keys) -> None:
     """Raises ValueError where a bind would let anybody in from outside."""
     if not keys.required and not is_loopback(host):
         raise ValueError(f"host {host} is reachable from outside, so an API key is needed: set SHOAL_API_KEY")
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _digest(key: bytes) -> bytes:

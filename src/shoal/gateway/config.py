@@ -1,4 +1,4 @@
-"""What a gateway can be told. The API key is a secret, so it comes from the environment (SHOAL_API_KEY), never from here."""
+"""What a gateway can be told. API keys are secrets: they come from the environment (SHOAL_API_KEY), never from here."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ class Job:
         self.cached_tokens = 0
         self.first_token_s: float | None = None
         self.quiet_since_s = order.arrived_s  # last news, or last comment line
-        self.outputs = [
-            ChoiceOutput(number, *_text_of(order, number // order.params.n, tokenizer))
-            for number in range(len(order.prompts) * order.params.n)
-        ]
+        self.outputs = [_output(order, number, tokenizer) for number in range(len(order.prompts) * order.params.n)]
         self._metrics = metrics
         self._last_s = [0.0] * len(self.outputs)
         self._deltas: list[Delta] = []
@@ -66,6 +63,16 @@ class Job:
         return all(output.finish is not None for output in self.outputs)
 
     @property
+    def exhausted(self) -> bool:
+        """Done, and everything was taken by `news`."""
+        return not self._deltas and self.done
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the request as a whole: "length" where any choice was cut there."""
+        return "length" if any(output.finish == "length" for output in self.outputs) else "stop"
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt.ids) for prompt in self.order.prompts)
 
@@ -75,7 +82,7 @@ class Job:
 
     async def news(self) -> list[Delta]:
         """The next deltas, in order; [] when a comment line is due. Raises ApiError after the last one of a job that
-        failed, Cancelled. Not to be called any more once `done` and all deltas are taken."""
+        failed, Cancelled. Not to be called any more once `exhausted`."""
         while True:
             if self.cancelled is not None:
                 raise Cancelled
@@ -137,9 +144,8 @@ class Job:
             self._waiter.set_result(None)
 
 
-def _text_of(order: Order, prompt: int, tokenizer: Tokenizer) -> tuple[IncrementalDecoder, StopMatcher | None]:
-    params = order.params
-    decoder = IncrementalDecoder(tokenizer, order.prompts[prompt].ids, skip_special_tokens=params.skip_special_tokens)
-    if not params.stops:
-        return decoder, None
-    return decoder, StopMatcher(params.stops, include_stop_str_in_output=params.include_stop)
+def _output(order: Order, number: int, tokenizer: Tokenizer) -> ChoiceOutput:
+    params, prompt = order.params, order.prompts[number // order.params.n]
+    decoder = IncrementalDecoder(tokenizer, prompt.ids, skip_special_tokens=params.skip_special_tokens)
+    stops = StopMatcher(params.stops, include_stop_str_in_output=params.include_stop) if params.stops else None
+    return ChoiceOutput(number, decoder, stops, offset=len(prompt.text) if params.echo else 0)

@@ -5,7 +5,9 @@ Accounting: `requests_received_total` = successes + failures + refusals + aborts
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
+
+from shoal.telemetry.metrics import new_registry
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -13,7 +15,7 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 
 class Metrics:
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = new_registry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"shoal:{name}", text, labels, registry=registry)
@@ -22,10 +24,12 @@ class Metrics:
             return Histogram(f"shoal:{name}", text, buckets=buckets, registry=registry)
 
         self.received = counter("requests_received", "Requests for text, well-formed or not")
-        self.success = counter("request_success", "Requests answered in full", "finished_reason")
-        self.failure = counter("request_failure", "Accepted requests that ended in an error", "reason")
-        self.refused = counter("request_refused", "Requests that were not accepted", "reason")
-        self.aborted = counter("request_aborted", "Requests that nobody waits for any more", "reason")
+        self.outcomes = {
+            "ok": counter("request_success", "Requests answered in full", "finished_reason"),
+            "failed": counter("request_failure", "Accepted requests that ended in an error", "reason"),
+            "refused": counter("request_refused", "Requests that were not accepted", "reason"),
+            "aborted": counter("request_aborted", "Requests that nobody waits for any more", "reason"),
+        }
         self.retries = counter("request_retries", "Attempts after the first, before any token came")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
         self.generation_tokens = counter("generation_tokens", "Tokens received from replicas")

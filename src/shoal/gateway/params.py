@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,10 +142,18 @@ def _text(message: ChatMessage, where: str) -> str:
     return "\n".join(texts)
 
 
-def fit(num_prompt: int, params: Params, window: int) -> int:
+def check_ids(ids: Iterable[int], vocab_size: int, field: str) -> None:
+    highest = max(ids, default=0)
+    if highest >= vocab_size:
+        message = f"'{field}' holds token {highest}: the vocabulary has {vocab_size}"
+        raise ApiError(Refusal.TOKEN_OUT_OF_RANGE, message, param=field)
+
+
+def fit(num_prompt: int, params: Params, window: int, field: str) -> int:
     """How many tokens may be generated. What was asked for must fit; where nothing was asked, what fits is given.
 
-    Raises ApiError context_length_exceeded with the window, the prompt and the requested counts.
+    Raises ApiError context_length_exceeded with the window, the prompt and the requested counts. `field` holds the
+    prompt.
     """
     room = window - num_prompt
     asked = params.max_tokens if params.max_tokens is not None else max(1, params.min_tokens)
@@ -153,5 +162,5 @@ def fit(num_prompt: int, params: Params, window: int) -> int:
     raise ApiError(
         Refusal.CONTEXT_LENGTH,
         f"the context window is {window} tokens: the prompt has {num_prompt} and {asked} more were requested",
-        param="messages" if num_prompt >= window else "max_tokens",
+        param=field if num_prompt >= window else "max_tokens",
     )

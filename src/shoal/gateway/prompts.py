@@ -20,7 +20,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     ids: tuple[int, ...]
-    text: str | None = None  # as the client wrote it; None: it sent ids or messages
+    text: str = ""  # what an echo gives back
 
 
 class Prompts:
@@ -32,29 +32,29 @@ class Prompts:
         )
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, window: int, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, str]], *, window: int | None, add_generation_prompt: bool = True
     ) -> Prompt:
-        """Raises ApiError where the template refuses the messages, or where they cannot fit the window."""
+        """Raises ApiError where the template refuses the messages, or where they cannot fit the window (None: any)."""
 
         def work() -> list[int]:
             text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
             return self.tokenizer.encode(text, add_special_tokens=False)
 
-        size = sum(len(message["content"]) for message in messages)
-        self._check_size(sum(len(message["content"].encode()) for message in messages), window, "messages")
+        size = sum(len(message["content"].encode()) for message in messages)
+        self._check_size(size, window, "messages")
         try:
             ids = await off_loop(work, size)
         except TemplateError as e:
             raise invalid(f"messages: {e}", "messages") from None
         return Prompt(ids=tuple(ids))
 
-    async def text(self, text: str, *, window: int, add_special_tokens: bool = True) -> Prompt:
+    async def text(self, text: str, *, window: int | None, add_special_tokens: bool = True) -> Prompt:
         num_bytes = len(text.encode())
         self._check_size(num_bytes, window, "prompt")
         ids = await off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), num_bytes)
         return Prompt(ids=tuple(ids), text=text)
 
-    async def completion(self, prompt: str | list[Any], *, window: int) -> list[Prompt]:
+    async def completion(self, prompt: str | list[Any], *, window: int, echo: bool) -> list[Prompt]:
         """A string, a list of strings, one list of token ids, or a list of such lists. None of them empty."""
         if isinstance(prompt, str):
             prompts: list[Any] = [prompt]
@@ -66,18 +66,21 @@ class Prompts:
             raise invalid(f"'prompt' must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
         if not (all(isinstance(p, str) for p in prompts) or all(isinstance(p, list) for p in prompts)):
             raise invalid("'prompt' must be all strings, all token ids, or all lists of token ids", "prompt")
-        return [await self._one(p, window) for p in prompts]
+        return [await self._one(p, window, echo) for p in prompts]
 
-    async def _one(self, prompt: str | list[int], window: int) -> Prompt:
-        made = await self.text(prompt, window=window) if isinstance(prompt, str) else Prompt(ids=tuple(prompt))
-        if not prompt or not made.ids:
+    async def _one(self, prompt: str | list[int], window: int, echo: bool) -> Prompt:
+        if not prompt:
             raise ApiError(Refusal.EMPTY_PROMPT, "'prompt' is empty", param="prompt")
-        return made
+        if isinstance(prompt, str):
+            return await self.text(prompt, window=window)
+        ids = prompt
+        text = await off_loop(lambda: self.tokenizer.decode(ids), 4 * len(ids)) if echo else ""
+        return Prompt(ids=tuple(ids), text=text)
 
-    def _check_size(self, num_bytes: int, window: int, field: str) -> None:
+    def _check_size(self, num_bytes: int, window: int | None, field: str) -> None:
         """A text that is too long however it is cut into tokens is refused before it costs anything."""
         least = num_bytes // self._longest_token_bytes
-        if least > window:
+        if window is not None and least > window:
             raise ApiError(
                 Refusal.CONTEXT_LENGTH,
                 f"the context window is {window} tokens: '{field}' has {num_bytes} bytes, more than {least} tokens",

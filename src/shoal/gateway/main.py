@@ -1,0 +1,198 @@
+"""The gateway process: builds the parts, serves until a signal, then drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from shoal.fetch.home import shoal_home
+from shoal.gateway.api import Api
+from shoal.gateway.app import App
+from shoal.gateway.auth import Keys, check_bind
+from shoal.gateway.config import GatewayConfig
+from shoal.gateway.dispatch import Dispatcher
+from shoal.gateway.http import IDLE_S, HttpProtocol
+from shoal.gateway.link import Identity
+from shoal.gateway.metrics import Metrics
+from shoal.gateway.prompts import Prompts
+from shoal.gateway.replicas import Replicas
+from shoal.gateway.routes import router
+from shoal.gateway.text.template import ChatTemplate
+from shoal.gateway.text.tokenizer import Tokenizer
+from shoal.telemetry import logs
+from shoal.telemetry.metrics import Exporter
+from shoal.wire import address, lifeline
+from shoal.wire.link import ControlLink
+from shoal.wire.messages import Register, Report, Role
+
+DRAIN_S = 5.0  # what running answers get to finish after SIGTERM
+_END_S = 2  # what is left to say after that
+
+log = logging.getLogger("shoal.gateway")
+
+
+def run(
+    config: GatewayConfig,
+    *,
+    model_dir: Path,
+    served_name: str,
+    name: str,
+    controller: str = "",
+    engines: tuple[str, ...] = (),
+) -> None:
+    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, OSError for a port that
+    is taken, TokenizerError or TemplateError for a model folder that cannot be used."""
+    logs.setup("gateway", name)
+    lifeline.watch()
+    keys = Keys(key for key in os.environ.get("SHOAL_API_KEY", "").split(",") if key)
+    check_bind(config.host, keys)
+    gateway = Gateway(
+        config,
+        keys=keys,
+        prompts=Prompts(Tokenizer.load(model_dir), ChatTemplate.load(model_dir)),
+        served_name=served_name,
+        identity=Identity(
+            name=name, incarnation=secrets.token_hex(8), secret=os.environ.get("SHOAL_SECRET", "").encode()
+        ),
+        controller=controller,
+        engines=engines,
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(gateway.run(_bind(config.host, config.port)))
+
+
+class Gateway:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        keys: Keys,
+        prompts: Prompts,
+        served_name: str,
+        identity: Identity,
+        controller: str,
+        engines: tuple[str, ...],
+    ) -> None:
+        self._identity = identity
+        self._controller = controller
+        self._metrics = Metrics()
+        self._replicas = Replicas(
+            identity, static=engines, members_file=members_file(controller, identity.name) if controller else None
+        )
+        self._dispatcher = Dispatcher(self._replicas, prompts.tokenizer, self._metrics, config.request_timeout_s)
+        api = Api(
+            model=served_name,
+            prompts=prompts,
+            dispatcher=self._dispatcher,
+            metrics=self._metrics,
+            max_body_bytes=config.max_body_bytes,
+            started_s=int(time.time()),
+        )
+        app = App(router(api), keys, self._metrics, request_log=config.request_log)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=type("Protocol", (HttpProtocol,), {"max_connections": config.max_connections}),
+                ws="none",
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                access_log=False,
+                log_config=None,
+                timeout_keep_alive=int(IDLE_S),
+                timeout_graceful_shutdown=int(DRAIN_S) + _END_S,
+            )
+        )
+
+    async def run(self, sock: socket.socket) -> None:
+        """Owns the socket, bound and not yet listening."""
+        host, port = sock.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._drain)
+        exporter = Exporter(self._metrics.registry)
+        tasks = [asyncio.create_task(self._replicas.run()), asyncio.create_task(self._dispatcher.run())]
+        if self._controller:
+            tasks.append(asyncio.create_task(self._link(url, exporter.url).run()))
+        for task in tasks:
+            task.add_done_callback(self._part_ended)
+        log.info("gateway.serving", {"url": url, "metrics": exporter.url})
+        try:
+            await self._server.serve(sockets=[sock])
+        finally:
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            exporter.close()
+            log.info("gateway.stopped")
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
+
+    def _drain(self) -> None:
+        """Nothing new begins; what runs gets DRAIN_S, then the truth."""
+        if not self._dispatcher.draining:
+            log.info("gateway.draining", {"requests": self._dispatcher.num_jobs})
+            self._dispatcher.draining = True
+            self._server.should_exit = True
+            asyncio.get_running_loop().call_later(DRAIN_S, self._dispatcher.fail_all)
+
+    def _part_ended(self, task: asyncio.Task[None]) -> None:
+        """A part that fails takes the process along, and its supervisor starts a whole one."""
+        if not task.cancelled() and task.exception() is not None:
+            log.error("gateway.part_failed", {"part": task.get_name()}, exc_info=task.exception())
+            self._drain()
+
+    def _link(self, url: str, metrics_url: str) -> ControlLink:
+        return ControlLink(
+            self._controller,
+            role=Role.GATEWAY,
+            name=self._identity.name,
+            incarnation=self._identity.incarnation,
+            secret=self._identity.secret,
+            register=lambda: Register(pid=os.getpid(), url=url, metrics=metrics_url),
+            report=lambda: Report(gateway={"num_requests_running": self._dispatcher.num_jobs}),
+            on_members=self._replicas.on_members,
+        )
+
+
+def members_file(controller: str, name: str) -> Path:
+    """Where the last membership is kept: beside the controller's socket, else in the cache folder."""
+    where = address.parse(controller)
+    if isinstance(where, address.UnixAddress):
+        return where.path.parent / f"{name}.members.json"
+    folder = shoal_home() / "gateways"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"{name}.{where.host}.{where.port}.members.json"
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """The signals are the process's, not the server's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
