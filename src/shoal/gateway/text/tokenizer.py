@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -34,7 +33,6 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.special_tokens = named_special_tokens(config)
-        self._set_bos_and_eos(config)
         own_eos = self.token_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *(() if own_eos is None else (own_eos,)))))
 
@@ -58,10 +56,11 @@ class Tokenizer:
         return cls(backend, read_json(model_dir / "tokenizer_config.json"), _eos_token_ids(model_dir))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; with `add_special_tokens` the model's BOS (and EOS) where it has one.
+        """Ids of `text`; with `add_special_tokens` the BOS (and EOS) that tokenizer.json adds, if it does.
 
-        Special tokens spelled out in the text become those tokens. Raises ValueError for text that is not Unicode
-        (half of a surrogate pair).
+        As in transformers, `add_bos_token` of tokenizer_config.json has no say beside a tokenizer.json. Special tokens
+        spelled out in the text become those tokens. Raises ValueError for text that is not Unicode (half of a
+        surrogate pair).
         """
         try:  # as a batch of one, because the single call holds the GIL
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -109,20 +108,6 @@ class Tokenizer:
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return token.replace(SPACE_MARK, " ").encode()
-
-    def _set_bos_and_eos(self, config: dict[str, Any]) -> None:
-        """An explicit `add_bos_token` or `add_eos_token` replaces tokenizer.json's rule, as in transformers."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            return
-        bos = self._special_for("add_bos_token", "bos_token", config)
-        eos = self._special_for("add_eos_token", "eos_token", config)
-        parts = [token for token, _ in bos] + ["$A"] + [token for token, _ in eos]
-        self._backend.post_processor = processors.TemplateProcessing(single=parts, special_tokens=bos + eos)
-
-    def _special_for(self, option: str, name: str, config: dict[str, Any]) -> list[tuple[str, int]]:
-        token = self.special_tokens.get(name, "")
-        token_id = self.token_id(token)
-        return [(token, token_id)] if config.get(option) and token_id is not None else []
 
 
 def read_json(path: Path) -> dict[str, Any]:
