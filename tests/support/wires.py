@@ -75,3 +75,10 @@ async def next_of(connection: Connection, kind: type[Message], limit_s: float = 
         while not isinstance(message := await connection.receive(), kind):
             pass
     return message
+
+
+async def until(look: Callable[[], object], limit_s: float = 5.0) -> None:
+    """The condition holds, or the limit is a failure."""
+    async with asyncio.timeout(limit_s):
+        while not look():  # noqa: ASYNC110: what is looked at does not know that somebody waits
+            await asyncio.sleep(0.005)

@@ -34,7 +34,7 @@ from shoal.wire.messages import (
     Submit,
     Update,
 )
-from tests.support.wires import VIEW, connect, frame, listening, raw, read_frame, swallow
+from tests.support.wires import VIEW, connect, frame, listening, raw, read_frame, swallow, until
 
 SPEC = RequestSpec(
     id="a.0",
@@ -142,9 +142,7 @@ async def test_a_cut_frame_is_an_end_of_file_for_the_receiver() -> None:
         connection = await connect(listener.address)
         connection._transport.write(codec.encode(KeepAlive())[:-1])
         connection.close()
-        async with asyncio.timeout(5):
-            while not listener.ended[Cause.EOF]:
-                await asyncio.sleep(0.005)
+        await until(lambda: listener.ended[Cause.EOF])
 
 
 async def test_a_stranger_cannot_make_the_listener_hold_a_large_frame() -> None:

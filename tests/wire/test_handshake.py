@@ -13,7 +13,7 @@ from shoal.wire import handshake
 from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial, listen
 from shoal.wire.messages import PROTOCOL, Challenge, EngineInfo, Hello, KeepAlive, Role, Welcome
 from tests.support.processes import socket_folder
-from tests.support.wires import SECRET, connect, frame, listening, raw, read_frame, swallow
+from tests.support.wires import SECRET, connect, frame, listening, raw, read_frame, swallow, until
 
 ENGINE = EngineInfo(
     model="m", model_digest="d", hash_root=b"root", hash_block_tokens=16, max_model_len=128, vocab_size=320
@@ -45,7 +45,7 @@ async def test_a_wrong_secret_is_rejected_with_the_reason_and_counted() -> None:
     async with listening(swallow) as listener:
         with pytest.raises(ConnectionClosed, match="shared secret does not match"):
             await connect(listener.address, secret=b"another")
-        await asyncio.wait_for(_counted(listener.ended, Cause.UNTRUSTED), 5)
+        await until(lambda: listener.ended[Cause.UNTRUSTED])
         (await connect(listener.address)).close()  # and the listener lives
 
 
@@ -114,7 +114,7 @@ async def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.Monke
         await read_frame(reader)
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
-        await asyncio.wait_for(_counted(listener.ended, Cause.SILENT), 5)
+        await until(lambda: listener.ended[Cause.SILENT])
 
 
 async def test_a_dial_to_a_listener_that_says_nothing_ends_at_its_limit() -> None:
@@ -145,7 +145,7 @@ async def test_only_so_many_handshakes_at_one_time(monkeypatch: pytest.MonkeyPat
             await connect(listener.address)
         for _, writer in strangers:
             writer.close()
-        await asyncio.wait_for(_counted(listener.ended, Cause.EOF, 2), 5)
+        await until(lambda: listener.ended[Cause.EOF] == 2)
         (await connect(listener.address)).close()
 
 
@@ -178,8 +178,3 @@ async def test_sockets_are_closed_to_other_users_and_stale_ones_replaced() -> No
 async def test_addresses_that_are_refused(address: str, secret: bytes, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         await listen(address, secret=secret, incarnation="i", welcome=lambda: None, handler=swallow)
-
-
-async def _counted(ended: dict[Cause, int], cause: Cause, count: int = 1) -> None:
-    while ended.get(cause, 0) < count:
-        await asyncio.sleep(0.005)

@@ -9,7 +9,7 @@ import pytest
 from shoal.wire import connection as wire
 from shoal.wire.connection import Cause, Connection, ConnectionClosed
 from shoal.wire.messages import Announce, KeepAlive
-from tests.support.wires import connect, listening, swallow
+from tests.support.wires import connect, listening, swallow, until
 
 BIG = Announce(what="x" * 100_000, predicted_ns=0)
 
@@ -69,10 +69,8 @@ async def test_a_closing_connection_does_not_wait_for_a_deaf_peer(monkeypatch: p
     async with listening(handler) as listener:
         peer = await connect(listener.address)
         peer._transport.pause_reading()
-        async with asyncio.timeout(5):
-            while not listener.ended:
-                await asyncio.sleep(0.005)
-            await listener.close()
+        await until(lambda: listener.ended)
+        await asyncio.wait_for(listener.close(), 5)
         peer.close()
 
 
@@ -116,8 +114,7 @@ async def test_reading_pauses_where_the_owner_does_not_receive() -> None:
                     await asyncio.sleep(0)
             assert not peer.writable, "the receiver took everything into memory"
             gate.set()
-            while count < sent:
-                await asyncio.sleep(0.005)
+            await until(lambda: count == sent, 20)
         peer.close()
 
 

@@ -74,11 +74,13 @@ class Hub:
         """False: the connection is over."""
         now_ns = time.monotonic_ns()
         if isinstance(message, Register):
+            known = self.registry.knows(hello)
             why = self.registry.register(hello, message, now_ns)
             if why is not None:
                 connection.close(Cause.MALFORMED, why)
                 return False
-            log.info("controller.registered", {"process": hello.name, "role": hello.role, "pid": message.pid})
+            if not known:
+                log.info("controller.registered", {"process": hello.name, "role": hello.role, "pid": message.pid})
             if hello.role is Role.GATEWAY:
                 self._gateways.add(connection)
                 connection.send(self.registry.members())

@@ -47,6 +47,11 @@ class Registry:
         replicas = [e.registered.replica for e in self.entries() if e.role is Role.ENGINE]
         return Members(version=self._version, replicas=tuple(r for r in replicas if r is not None))
 
+    def knows(self, hello: Hello) -> bool:
+        """This incarnation is listed."""
+        entry = self._entries.get((hello.role, hello.name))
+        return entry is not None and entry.incarnation == hello.incarnation
+
     def is_old(self, hello: Hello) -> bool:
         """A newer session of the same incarnation is known."""
         entry = self._entries.get((hello.role, hello.name))

@@ -51,6 +51,7 @@ class ControlLink:
         self._session = 0
         self._connection: Connection | None = None
         self._last_trouble = ""
+        self._met = False  # connected at least once
 
     async def run(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -86,7 +87,7 @@ class ControlLink:
         try:
             connection.send(self._register())
             self._connection = connection
-            self.connected = True
+            self.connected = self._met = True
             self._last_trouble = ""
             log.info("control.connected", {"controller": self._address})
             while True:
@@ -111,4 +112,5 @@ class ControlLink:
         """One line per kind of trouble: a controller that stays away must not fill the log."""
         if what != self._last_trouble:
             self._last_trouble = what
-            log.warning("control.disconnected", {"controller": self._address, "detail": what})
+            level = logging.WARNING if self._met else logging.INFO  # processes that start together wait for each other
+            log.log(level, "control.unreachable", {"controller": self._address, "detail": what})

@@ -144,8 +144,7 @@ class _Supervisor:
             await self._stop.wait()
             return 0
         finally:
-            await self._shut_down()
-            linked.cancel()
+            await self._shut_down(linked)
             await asyncio.gather(*lives, linked, return_exceptions=True)
 
     async def _ready(self) -> bool:
@@ -180,10 +179,11 @@ class _Supervisor:
                                 return True
                 await asyncio.sleep(_POLL_S)
 
-    async def _shut_down(self) -> None:
+    async def _shut_down(self, linked: asyncio.Task[None]) -> None:
         self._say("shoal", "stopping")
         await self._gateway.stop(_GATEWAY_STOP_S)
         await asyncio.gather(*(engine.stop(_ENGINE_STOP_S) for engine in self._engines))
+        linked.cancel()
         await self._controller.stop(_CONTROLLER_STOP_S)
 
     def _on_signal(self) -> None:
