@@ -38,7 +38,7 @@ MIXES: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": [{"type": "text", "text": "in <parts> & \"quotes\" 'é'"}]}],
     [{"role": "user", "content": 7}],
     [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}, USER],
-    [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"b": "<"}}}]}],
+    [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ["<"]}}]}],
     [{"content": "no role"}],
     [{"role": "user", "content": "c", "name": "bob", "extra": {"deep": [1, None, True]}}],
     *([{"role": "user", "content": text}] for text in seeds()),
