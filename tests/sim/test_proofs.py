@@ -1,0 +1,225 @@
+"""Replay and agreement: a journal is all it takes to make the same run again, and the simulator is the same program.
+
+The journals come from the engine's real step loop with a scripted runner, from a scheduler called at random, and from
+a real (tiny) model. Each holds preemption, aborts and n > 1, with one and with two plans in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from shoal.core.kv.hashing import root_key
+from shoal.core.limits import Limits
+from shoal.core.plan import StepPlan, StepResult
+from shoal.core.request import RequestSpec, Sampling
+from shoal.core.scheduler import Scheduler
+from shoal.core.stepcost import StepCost
+from shoal.engine.loop import StepLoop, Turn
+from shoal.sim.agreement import agree
+from shoal.sim.replay import Divergence, replay
+from shoal.telemetry import journal
+from shoal.telemetry.journal import Applied, JournalFile, Planned, Recorder, Submitted
+from tests.support.scripted import Rule, Script, ScriptedRunner
+
+ROOT = root_key("scripted", "float32", "none", 16)
+WAIT_S = 60.0
+VOCAB = 320
+
+
+def limits(in_flight: int) -> Limits:
+    """16 blocks hold a third of what 8 requests of these lengths need: there is preemption."""
+    return Limits(
+        num_blocks=16,
+        max_model_len=256,
+        vocab_size=VOCAB,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_prefill_chunk=24,
+        max_steps_in_flight=in_flight,
+    )
+
+
+def choices(rng: Random, number: int) -> list[RequestSpec]:
+    """One client request: 1 to 3 choices, often with the beginning of an earlier prompt."""
+    id, count = f"{number:04d}", rng.choice((1, 1, 1, 2, 3))
+    prompt = tuple(range(40)) * rng.randrange(2) + tuple(rng.choices(range(VOCAB), k=rng.randrange(1, 60)))
+    leader = None if count == 1 else f"{id}.0"
+    sampling = Sampling(seed=number, logprobs=rng.choice((None, None, 2)), prompt_logprobs=rng.choice((None, None, 1)))
+    stops, tokens, priority = (7,), rng.randrange(1, 90), rng.choice((0, 0, 0, 1))
+    return [
+        RequestSpec(
+            id=f"{id}.{n}",
+            prompt=prompt,
+            max_tokens=tokens,
+            stop_token_ids=stops,
+            sampling=sampling,
+            choice=n,
+            leader=leader if n else None,
+            priority=priority,
+        )
+        for n in range(count)
+    ]
+
+
+def kinds(path: Path) -> Counter[str]:
+    """How many events of each kind the journal tells of."""
+    records = [record for _, record in journal.read(path)]
+    return Counter(event[0] for record in records if hasattr(record, "events") for event in record.events)
+
+
+class Client:
+    """Submits to a real StepLoop on its own thread, aborts some streams by what it sees, and waits for all ends."""
+
+    def __init__(self, runner: object, in_flight: int, path: Path, *, seed: int, num_requests: int) -> None:
+        self.rng = Random(seed)
+        self.to_send = list(range(num_requests))
+        self.open: set[str] = set()
+        self.done = threading.Event()
+        self.failed: list[BaseException] = []
+        recorder = Recorder(Scheduler(limits(in_flight), hash_root=ROOT), JournalFile(path), hash_root=ROOT)
+        self.loop = StepLoop(
+            recorder,
+            runner,  # type: ignore[arg-type]
+            publish=self.on_turn,
+            announce=lambda predicted_ns: None,
+            failed=lambda error: (self.failed.append(error), self.done.set())[0],  # type: ignore[func-returns-value]
+            steps_in_flight=in_flight,
+        )
+        thread = threading.Thread(target=self.loop.run, name="steps", daemon=True)
+        thread.start()
+        self.send(4)
+        assert self.done.wait(WAIT_S)
+        assert self.loop.stop(WAIT_S)
+        thread.join(WAIT_S)
+        recorder.check()
+        recorder.close()
+        assert not self.failed
+
+    def send(self, count: int) -> None:
+        for _ in range(min(count, len(self.to_send))):
+            specs = choices(self.rng, self.to_send.pop(0))
+            self.open |= {spec.id for spec in specs}
+            self.loop.submit(1, specs)
+
+    def on_turn(self, turn: Turn) -> None:
+        """On the step thread; what it asks for waits for the next turn, like a gateway's messages."""
+        for update in turn.updates.get(1, ()):
+            if update.ending is not None:
+                self.open.discard(update.id)
+            elif self.rng.random() < 0.01:
+                self.loop.abort(1, [update.id])
+        if self.rng.random() < 0.2 or len(self.open) < 6:
+            self.send(self.rng.randrange(1, 4))
+        if not self.open and not self.to_send:
+            self.done.set()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_real_loop_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int) -> None:
+    path = tmp_path / "journal"
+    script = Script(rules=(Rule(order=3, tokens=(1, 2, 3, 7)),), step_ms=0.2, steps_in_flight=in_flight)
+    Client(ScriptedRunner(script), in_flight, path, seed=in_flight, num_requests=60)
+    seen = kinds(path)
+    assert seen["preempted"] > 3 and seen["token"] > 500 and seen["prompt_scored"] > 10
+    assert replay(path) == sum(1 for _ in journal.read(path))
+    assert agree(path) > 200
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "journal"
+    rng, in_flight = Random(seed), seed % 3 + 1
+    live = Recorder(
+        Scheduler(limits(in_flight), hash_root=ROOT, cost=StepCost((1e6, 2e4, 3.0, 1e4, 0.0))),
+        JournalFile(path),
+        hash_root=ROOT,
+    )
+    flying: list[StepPlan] = []
+    ids: list[str] = []
+    for number in range(600):
+        now_ns = number * 1_000_000
+        draw = rng.random()
+        if draw < 0.05:
+            specs = choices(rng, number)
+            ids += [spec.id for spec in specs if live.submit(spec, now_ns)]
+        elif draw < 0.07 and ids:
+            live.abort(rng.choice(ids), now_ns)
+        elif draw < 0.55:
+            plan = live.plan(now_ns)
+            flying += [plan] if plan else []
+        elif flying:
+            plan = flying.pop(0)
+            tokens = [rng.randrange(VOCAB) for part in plan.slices if part.sample]
+            live.apply(StepResult(plan.step, tokens, busy_ns=rng.randrange(10_000_000)), now_ns)
+        live.check()
+    live.close()
+    assert replay(path) == sum(1 for _ in journal.read(path)) > 100
+
+
+def test_a_failed_call_is_replayed_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    live = Recorder(Scheduler(limits(1), hash_root=ROOT), JournalFile(path), hash_root=ROOT)
+    live.submit(RequestSpec(id="a.0", prompt=(1, 2), max_tokens=2), 1)
+    live.plan(2)
+    with pytest.raises(ValueError, match="brought 2 tokens"):
+        live.apply(StepResult(1, [4, 5]), 3)
+    assert replay(path) == 4
+
+
+def test_two_runs_in_one_file_are_proved_each(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for seed in (5, 6):
+        Client(ScriptedRunner(Script(step_ms=0.0)), 1, path, seed=seed, num_requests=6)
+    assert replay(path) == sum(1 for _ in journal.read(path))
+    assert agree(path) > 20
+
+
+def test_an_engine_that_was_killed_in_a_step_leaves_a_journal_that_agrees(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    Client(ScriptedRunner(Script(step_ms=0.0, steps_in_flight=2)), 2, whole, seed=9, num_requests=12)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    for length in range(len(lines) - 42, len(lines), 3):
+        cut.write_bytes(b"".join(lines[:length]) + lines[length][:20])
+        assert replay(cut) == length
+        assert agree(cut) > 20
+
+
+@pytest.mark.parametrize("change", ["token", "cost", "order", "arrival"])
+def test_a_journal_of_another_run_is_found_out(tmp_path: Path, change: str) -> None:
+    """The proofs can fail: one token, one measured step, one call's place or one arrival is enough."""
+    path = tmp_path / "journal"
+    Client(ScriptedRunner(Script(step_ms=0.0)), 1, path, seed=4, num_requests=12)
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = [record for _, record in journal.read(path)]
+    number, record = next(found for found in enumerate(records) if _is_case(change, *found, records))
+    if change == "order":
+        lines[number - 1], lines[number] = lines[number], lines[number - 1]
+    elif isinstance(record, Submitted):
+        planned = records[number - 2]
+        assert isinstance(planned, Planned) and planned.plan is not None
+        lines[number] = journal._encode(msgspec.structs.replace(record, now_ns=planned.now_ns)) + b"\n"
+    else:
+        assert isinstance(record, Applied)
+        if change == "token":
+            record.result.tokens[1] += 1
+        else:
+            record.result.busy_ns += 1_000_000_000
+        lines[number] = journal._encode(record) + b"\n"
+    path.write_bytes(b"".join(lines))
+    if change != "arrival":  # `now` of a submit changes no plan: only the simulator asks when it was
+        with pytest.raises((Divergence, ValueError)):
+            replay(path)
+    with pytest.raises(Divergence):
+        agree(path)
+
+
+def _is_case(change: str, number: int, record: object, records: list[journal.Record]) -> bool:
+    if change == "arrival":  # moved from after a step to before it
+        return isinstance(record, Submitted) and record.refused is None and isinstance(records[number - 1], Applied)
+    return isinstance(record, Applied) and len(record.result.tokens) > 2
