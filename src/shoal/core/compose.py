@@ -15,12 +15,16 @@ from shoal.core.stepcost import Features, StepCost, attended_tokens
 
 
 def split(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
-    """(those one token away from sampling, those further behind); who has all its tokens planned is in neither."""
+    """(decodes: one output token away from sampling the next, those further behind).
+
+    Who has all its tokens planned is in neither.
+    """
     decodes, behind = [], []
     for request in running:
-        if request.known - request.scheduled == 1 and request.known < request.limit:
+        scheduled, known = request.scheduled, request.known
+        if known - scheduled == 1 and known < request.limit and scheduled >= request.num_prompt:
             decodes.append(request)
-        elif request.scheduled < request.final:
+        elif scheduled < request.final:
             behind.append(request)
     return decodes, behind
 

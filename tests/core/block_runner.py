@@ -1,0 +1,102 @@
+"""A runner without a model: blocks hold the names of what was written to them, so every mistake of a plan is seen.
+
+A slot's content stands for the KV of one token, and KV depends on all tokens before it: the name is a hash of the whole
+prefix and of who may share it. A slice must find exactly its own prefix in its blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from shoal.core.plan import Admit, Logprobs, Slice, StepPlan, StepResult
+
+
+class Known:
+    """One request as a runner keeps it."""
+
+    def __init__(self, admit: Admit, scope: str) -> None:
+        self.num_prompt = admit.num_prompt
+        self.scores = admit.sampling.prompt_logprobs is not None
+        self.table: list[int] = []
+        self.tokens: list[int] = []
+        self.names: list[int] = [hash(scope)]  # names[i]: of the first i tokens
+        self.sampled_by = -1  # newest step that sampled for it
+        for token in admit.tokens:
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        self.tokens.append(token)
+        self.names.append(hash((self.names[-1], token)))
+
+
+class BlockRunner:
+    def __init__(
+        self, block_tokens: int, sample: Callable[[str, int], int], scope: Callable[[str], str] = lambda id: ""
+    ) -> None:
+        """`sample(id, output index)` is the next token; `scope(id)` says which requests may share blocks."""
+        self.size = block_tokens
+        self.sample = sample
+        self.scope = scope
+        self.known: dict[str, Known] = {}
+        self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (name, step that wrote it)
+        self.flights: deque[tuple[StepResult, set[int]]] = deque()  # with the blocks that the step names
+        self.returned = 0
+
+    def launch(self, plan: StepPlan) -> None:
+        for id in plan.leaves:
+            del self.known[id]
+        for admit in plan.admits:
+            self._admit(admit)
+        result, named = StepResult(plan.step, []), set()
+        assert len({part.id for part in plan.slices}) == len(plan.slices), "a request is in the step twice"
+        assert plan.num_tokens == sum(part.count for part in plan.slices) > 0
+        for part in plan.slices:
+            self._compute(part, plan.step, result)
+            named.update(self.known[part.id].table)
+        self.flights.append((result, named))
+
+    def collect(self) -> StepResult:
+        result, _ = self.flights.popleft()
+        self.returned = result.step
+        return result
+
+    def _admit(self, admit: Admit) -> None:
+        assert admit.id not in self.known, f"{admit.id} is admitted twice"
+        assert admit.computed % self.size == 0 and admit.computed < len(admit.tokens)
+        known = self.known[admit.id] = Known(admit, self.scope(admit.id))
+        num_hit = admit.computed // self.size
+        known.table += admit.blocks[:num_hit]
+        for position in range(admit.computed):
+            name, step = self.slots[known.table[position // self.size], position % self.size]
+            assert name == known.names[position + 1], f"{admit.id}: hit at {position} holds another prefix"
+            assert step <= self.returned, f"{admit.id}: hit at {position} is still being written by step {step}"
+        self._append(admit.id, admit.blocks[num_hit:])
+
+    def _append(self, id: str, blocks: tuple[int, ...]) -> None:
+        for block in blocks:
+            assert not any(block in named for _, named in self.flights), f"{id}: block {block} is still in flight"
+            for offset in range(self.size):
+                self.slots.pop((block, offset), None)
+        self.known[id].table += blocks
+
+    def _compute(self, part: Slice, step: int, result: StepResult) -> None:
+        known = self.known[part.id]
+        self._append(part.id, part.blocks)
+        end = part.start + part.count
+        assert part.count > 0 and end <= len(known.tokens), f"{part.id}: token {end - 1} is not known"
+        unresolved = end == len(known.tokens) and known.sampled_by > self.returned
+        assert part.from_step == (known.sampled_by if unresolved else -1), f"{part.id}: from_step {part.from_step}"
+        for position in range(part.start):
+            name, _ = self.slots[known.table[position // self.size], position % self.size]
+            assert name == known.names[position + 1], f"{part.id}: position {position} holds another prefix"
+        for position in range(part.start, end):
+            self.slots[known.table[position // self.size], position % self.size] = known.names[position + 1], step
+        if known.scores and part.start < known.num_prompt:
+            scored = range(max(part.start, 1), min(end, known.num_prompt))
+            result.prompt_logprobs[part.id] = [Logprobs(-float(known.tokens[place]), ()) for place in scored]
+        if part.sample:
+            assert end == len(known.tokens)
+            known.push(self.sample(part.id, end - known.num_prompt))
+            known.sampled_by = step
+            result.tokens.append(known.tokens[-1])

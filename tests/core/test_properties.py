@@ -1,0 +1,140 @@
+"""Random work on tiny pools: whatever is submitted, aborted and preempted, each request comes to what it must.
+
+Every plan is carried out by a runner that sees when a block holds anything but the request's own prefix, or is reused
+while a step in flight names it. `check()` runs after every operation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from shoal.core.kv.hashing import root_key
+from shoal.core.plan import Accepted, Event, Refused
+from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.stepcost import StepCost
+from tests.core.block_runner import BlockRunner
+from tests.core.naive import VOCAB, Client, random_specs, sample
+
+SEEDS = 40
+STEPS = 250  # x SEEDS = 10,000
+
+
+class World:
+    """One scheduler, its runner and its clients, driven at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.limits = Limits(
+            num_blocks=chance.choice((8, 11, 16, 40)),
+            block_tokens=4,
+            max_model_len=200,
+            vocab_size=VOCAB,
+            max_num_seqs=chance.choice((1, 3, 8)),
+            max_num_batched_tokens=chance.choice((2, 9, 32, 200)),
+            max_prefill_chunk=chance.choice((0, 5, 16)),
+            max_queue=20,
+            max_step_ns=chance.choice((500, 12, 5)) * 1_000_000,
+            prefix_caching=chance.random() < 0.8,
+            max_steps_in_flight=chance.choice((1, 2, 3)),
+        )
+        cost = StepCost((0, 1e6, 1e4, 0, 0))
+        root = root_key("m", "float32", "1", 4)
+        self.scheduler = Scheduler(self.limits, hash_root=root, cost=cost)
+        self.clients: dict[str, Client] = {}
+        self.runner = BlockRunner(4, sample, scope=lambda id: self.clients[id].spec.salt)
+        self.submitted = 0
+
+    def hear(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.clients[event.id].hear(event)
+
+    def submit(self) -> None:
+        for spec in random_specs(self.chance, self.submitted):
+            answer = self.scheduler.submit(spec, 0)
+            if isinstance(answer, Accepted):
+                self.clients[spec.id] = Client(spec)
+            else:
+                assert isinstance(answer, Refused) and answer.message
+        self.submitted += 1
+
+    def abort(self) -> None:
+        ids = list(self.clients)
+        if ids:
+            id = self.chance.choice(ids[-8:])
+            ended = self.clients[id].ended
+            events = self.scheduler.abort(id, 0)
+            assert len(events) == (ended is None)
+            self.hear(events)
+
+    def plan(self) -> bool:
+        plan = self.scheduler.plan(0)
+        if plan is not None:
+            self.runner.launch(plan)
+        return plan is not None
+
+    def apply(self) -> None:
+        if self.runner.flights:
+            self.hear(self.scheduler.apply(self.runner.collect(), 0))
+
+    def drain(self) -> None:
+        """Everything ends, in bounded time, and nothing is left behind."""
+        for _ in range(20_000):
+            planned = self.plan()
+            self.scheduler.check()
+            if not planned and not self.runner.flights:
+                break
+            if not planned or self.chance.random() < 0.5:
+                self.apply()
+        assert all(client.ended for client in self.clients.values())
+        view = self.scheduler.view()
+        assert view.num_running == view.num_waiting == view.waiting_tokens == self.scheduler.num_in_flight == 0
+        assert view.free_blocks + view.cached_blocks == self.limits.num_blocks
+        delivered = sum(len(client.output) - len(client.spec.output) for client in self.clients.values())
+        assert view.generation_tokens == delivered
+        assert view.hash_collisions == 0
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_every_request_comes_to_what_it_must(seed: int) -> None:
+    world = World(seed)
+    turns = [world.plan] * 6 + [world.apply] * 5 + [world.submit] * 2 + [world.abort]
+    while world.scheduler.view().step < STEPS:
+        world.chance.choice(turns)()
+        world.scheduler.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_inputs_print_equal_plans(seed: int) -> None:
+    def story() -> list[str]:
+        world, lines = World(seed), []
+        for turn in range(300):
+            if turn % 3 == 0:
+                world.submit()
+            plan = world.scheduler.plan(0)
+            lines.append(repr(plan))
+            if plan is not None:
+                world.runner.launch(plan)
+            world.apply()
+        return lines
+
+    assert story() == story()
+
+
+def test_the_worlds_are_rough_enough() -> None:
+    """What the property test is about does happen in it."""
+    views = []
+    for seed in range(12):
+        world = World(seed)
+        for _ in range(150):
+            world.submit()
+            while world.plan():
+                pass
+            world.apply()
+        views.append(world.scheduler.view())
+    assert sum(view.preemptions for view in views) > 100
+    assert sum(view.prefix_hits for view in views) > 1000
+    assert sum(view.recomputed_tokens for view in views) > 100
