@@ -25,12 +25,12 @@ from tests.support.scripted import Fault, Script, ScriptedRunner
 BLOCK_TOKENS = 16
 
 
-def parts(script: Script, engine: Engine | None = None) -> Parts:
+def parts(script: Script, engine: Engine | None = None, cost: StepCost | None = None) -> Parts:
     """`engine` performs the faults of the connection; None where the script has none."""
     time.sleep(script.load_ms / 1000)
     runner = ScriptedRunner(script, None if engine is None else lambda fault, id: _perform(engine, fault, id))
     hash_root = root_key("scripted", "float32", "none", BLOCK_TOKENS)
-    cost = StepCost()
+    cost = cost or StepCost()
     limits = Limits(
         num_blocks=script.num_blocks,
         block_tokens=BLOCK_TOKENS,
@@ -39,9 +39,10 @@ def parts(script: Script, engine: Engine | None = None) -> Parts:
         vocab_size=script.vocab_size,
         max_steps_in_flight=script.steps_in_flight,
     )
+    scheduler = Scheduler(limits, hash_root=hash_root, cost=cost)
     return Parts(
         runner=runner,
-        scheduler=Scheduler(limits, hash_root=hash_root, cost=cost),
+        scheduler=scheduler,
         info=EngineInfo(
             model=script.model,
             model_digest="scripted",
@@ -52,6 +53,7 @@ def parts(script: Script, engine: Engine | None = None) -> Parts:
         ),
         costs=lambda: tuple(cost.coefficients),
         steps_in_flight=script.steps_in_flight,
+        closing=scheduler.check,  # a broken invariant is an exit status that is not 0
     )
 
 

@@ -116,7 +116,7 @@ def _sizes(record: Record) -> dict[str, object]:
     job = record.job
     if job is None:
         return {}
-    sizes = {
+    sizes: dict[str, object] = {
         "stream": job.order.params.stream,
         "choices": len(job.outputs),
         "prompt_tokens": job.num_prompt_tokens,

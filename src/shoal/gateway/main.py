@@ -69,7 +69,14 @@ def run(
         engines=engines,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(gateway.run(_bind(config.host, config.port)))
+        runner.run(_until_signal(gateway, _bind(config.host, config.port)))
+
+
+async def _until_signal(gateway: Gateway, sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, gateway.drain)
+    await gateway.run(sock)
 
 
 class Gateway:
@@ -116,12 +123,9 @@ class Gateway:
         )
 
     async def run(self, sock: socket.socket) -> None:
-        """Owns the socket, bound and not yet listening."""
+        """Until `drain`. Owns the socket, bound and not yet listening."""
         host, port = sock.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._drain)
         exporter = Exporter(self._metrics.registry)
         tasks = [asyncio.create_task(self._replicas.run()), asyncio.create_task(self._dispatcher.run())]
         if self._controller:
@@ -141,7 +145,7 @@ class Gateway:
             if isinstance(end, Exception):
                 raise end
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Nothing new begins; what runs gets DRAIN_S, then the truth."""
         if not self._dispatcher.draining:
             log.info("gateway.draining", {"requests": self._dispatcher.num_jobs})
@@ -153,7 +157,7 @@ class Gateway:
         """A part that fails takes the process along, and its supervisor starts a whole one."""
         if not task.cancelled() and task.exception() is not None:
             log.error("gateway.part_failed", {"part": task.get_name()}, exc_info=task.exception())
-            self._drain()
+            self.drain()
 
     def _link(self, url: str, metrics_url: str) -> ControlLink:
         return ControlLink(
