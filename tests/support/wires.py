@@ -80,5 +80,5 @@ async def next_of(connection: Connection, kind: type[Message], limit_s: float = 
 async def until(look: Callable[[], object], limit_s: float = 5.0) -> None:
     """The condition holds, or the limit is a failure."""
     async with asyncio.timeout(limit_s):
-        while not look():  # noqa: ASYNC110: what is looked at does not know that somebody waits
+        while not look():  # noqa: ASYNC110 (what is looked at tells nobody)
             await asyncio.sleep(0.005)
