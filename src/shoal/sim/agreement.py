@@ -1,7 +1,7 @@
 """The second proof: given the recorded arrivals, step times and tokens, the simulator makes the same events by itself.
 
 From a journal come only the inputs of a world: when something arrived, how long the loop took from being woken to its
-plan, how long from there to the apply of each step, and which token the model said at each position. When to submit,
+plan, how long from there to the apply of each step, and what the model said to each slice of a request. When to submit,
 plan and apply, and what to plan, the simulated replica decides. The outcome is compared call by call: every submit,
 abort, plan and apply in the same order with equal answers, every apply at the same nanosecond.
 
@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +28,15 @@ from shoal.sim.replay import Divergence, Lines, recorder
 from shoal.sim.replica import Replica
 from shoal.telemetry import journal
 from shoal.telemetry.journal import Aborted, Applied, Call, Header, Planned, Submitted
+
+
+class Said(NamedTuple):
+    """What the model said to one slice."""
+
+    num_tokens: int  # of the slice
+    token: int | None
+    logprobs: Logprobs | None
+    prompt_logprobs: list[Logprobs] | None
 
 
 @dataclass(slots=True)
@@ -92,9 +102,7 @@ class Recorded:
     def __init__(self, calls: list[Call]) -> None:
         self._delays = deque[int]()
         self._steps: dict[int, tuple[int, int, int]] = {}  # step -> (turn to apply, busy_ns, latency_ns)
-        self._tokens: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)  # by (request, position)
-        self._logprobs: dict[tuple[str, int], Logprobs] = {}
-        self._prompt_logprobs: dict[tuple[str, int], list[Logprobs]] = {}  # by (request, slice's start)
+        self._said: defaultdict[tuple[str, int], deque[Said]] = defaultdict(deque)  # by (request, slice's start)
         self._read(calls)
 
     def turn_delay_ns(self) -> int:
@@ -110,16 +118,17 @@ class Recorded:
         return now_ns + took_ns, result
 
     def _say(self, part: Slice, result: StepResult) -> None:
-        if (scored := self._prompt_logprobs.get((part.id, part.start))) is not None:
-            result.prompt_logprobs[part.id] = scored
-        if not part.sample:
-            return
-        place = (part.id, part.start + part.count)
-        if not self._tokens[place]:
-            raise Divergence(f"step {result.step}", "nothing was sampled", f"{part.id} samples at {place[1]}")
-        result.tokens.append(self._tokens[place].popleft())
-        if place in self._logprobs:
-            result.logprobs[part.id] = self._logprobs[place]
+        """A request that was preempted computes the same positions again, with other last bits perhaps: in turn."""
+        said = self._said[part.id, part.start]
+        if not said or (said[0].num_tokens, said[0].token is not None) != (part.count, part.sample):
+            raise Divergence(f"step {result.step}", said[0] if said else "no such slice", part)
+        heard = said.popleft()
+        if heard.token is not None:
+            result.tokens.append(heard.token)
+        if heard.logprobs is not None:
+            result.logprobs[part.id] = heard.logprobs
+        if heard.prompt_logprobs is not None:
+            result.prompt_logprobs[part.id] = heard.prompt_logprobs
 
     def _read(self, calls: list[Call]) -> None:
         live: set[str] = set()
@@ -155,10 +164,7 @@ class Recorded:
         self._steps[plan.step] = (took_ns, result.busy_ns, result.latency_ns)
         tokens = iter(result.tokens)
         for part in plan.slices:
-            if part.id in result.prompt_logprobs:
-                self._prompt_logprobs[part.id, part.start] = result.prompt_logprobs[part.id]
-            if part.sample:
-                place = (part.id, part.start + part.count)
-                self._tokens[place].append(next(tokens))
-                if part.id in result.logprobs:
-                    self._logprobs[place] = result.logprobs[part.id]
+            token = next(tokens) if part.sample else None
+            logprobs = result.logprobs.get(part.id) if part.sample else None
+            said = Said(part.count, token, logprobs, result.prompt_logprobs.get(part.id))
+            self._said[part.id, part.start].append(said)
