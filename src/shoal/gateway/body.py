@@ -72,10 +72,10 @@ _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 def depth(body: bytes) -> int:
     """The deepest nesting of arrays and objects. Linear in the body's length."""
     brackets = _STRING.sub(b"", body).translate(None, _OTHER)
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    return max(accumulate(map(_STEP.__getitem__, brackets), initial=0))
 
 
-_AT = re.compile(r" - at `(?:key in )?\$(?:\.(?P<path>[^`]*))?[^`]*`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$(?:\.(?P<path>[^`]*))?[^`]*`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 

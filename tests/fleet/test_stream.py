@@ -1,0 +1,183 @@
+"""A client request's life: the seam is exact, it ends once, and it starts over only while nothing came back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shoal.core.request import Finish, Refusal
+from shoal.fleet.stream import (
+    MAX_ATTEMPTS,
+    TRANSITIONS,
+    Deliver,
+    Ended,
+    Failed,
+    Phase,
+    RetryBudget,
+    SendAgain,
+    Stream,
+    Withdraw,
+)
+
+STOP = (Finish.STOP, 9, 0, "")
+LENGTH = (Finish.LENGTH, None, 0, "")
+
+
+def sent(num_choices: int = 1, budget: RetryBudget | None = None) -> Stream:
+    stream = Stream(num_choices, budget or RetryBudget())
+    stream.sent("a")
+    return stream
+
+
+def test_tokens_are_delivered_and_the_stop_token_is_marked_as_silent() -> None:
+    stream = sent()
+    assert stream.update(0, 0, (5, 6)) == [Deliver(0, (5, 6), (), 0)]
+    assert stream.update(0, 2, (7, 9), (), STOP) == [Deliver(0, (7, 9), (), 1), Ended(0, Finish.STOP, 0)]
+    assert stream.phase is Phase.ENDED
+
+
+def test_the_request_ends_with_its_last_choice() -> None:
+    stream = sent(2)
+    stream.update(1, 0, (5,), (), LENGTH)
+    assert not stream.over
+    stream.update(0, 0, (5,), (), LENGTH)
+    assert stream.phase is Phase.ENDED
+
+
+@pytest.mark.parametrize("index", [0, 2, 7])
+def test_a_gap_or_a_repeat_fails_the_request_and_withdraws_all_of_it(index: int) -> None:
+    stream = sent(2)
+    stream.update(0, 0, (5,))
+    assert stream.update(0, index, (6,)) == [
+        Withdraw((0, 1)),
+        Failed("seam_broken", f"token 1 was due and {index} came"),
+    ]
+
+
+def test_logprobs_must_be_as_many_as_tokens() -> None:
+    assert isinstance(sent().update(0, 0, (5, 6), ("one",))[-1], Failed)
+
+
+def test_a_stop_token_that_is_not_the_last_token_is_a_broken_seam() -> None:
+    assert sent().update(0, 0, (9, 5), (), STOP)[-1] == Failed("seam_broken", "the stop token is not the last token")
+    assert isinstance(sent().update(0, 0, (), (), STOP)[-1], Failed)
+
+
+def test_prompt_scores_must_be_gapless_and_commit_the_request() -> None:
+    stream = sent()
+    assert stream.scored(1, 3) == []
+    assert stream.phase is Phase.STREAMING
+    assert stream.scored(4, 1) == []
+    assert isinstance(stream.scored(4, 1)[-1], Failed)
+
+
+@pytest.mark.parametrize(("finish", "reason"), [(Finish.ABORT, "engine_aborted"), (Finish.ERROR, "engine_error")])
+def test_an_ending_that_is_none_is_a_failure_and_takes_the_other_choices_along(finish: Finish, reason: str) -> None:
+    stream = sent(3)
+    effects = stream.update(1, 0, (5,), (), (finish, None, 0, "why"))
+    assert effects == [Deliver(1, (5,), (), 0), Withdraw((0, 2)), Failed(reason, "why")]
+
+
+def test_lost_before_anything_came_back_it_is_sent_again_elsewhere_twice_at_most() -> None:
+    stream = sent()
+    assert stream.lost("replica_lost", "gone") == [SendAgain(50, frozenset({"a"}))]
+    stream.sent("b")
+    assert stream.lost("replica_lost", "gone") == [SendAgain(100, frozenset({"a", "b"}))]
+    stream.sent("a")
+    assert stream.attempt == MAX_ATTEMPTS
+    assert stream.lost("replica_lost", "gone") == [Failed("replica_lost", "gone")]
+
+
+def test_lost_after_the_first_token_the_client_is_told() -> None:
+    stream = sent()
+    stream.update(0, 0, (5,))
+    assert stream.lost("replica_lost", "gone") == [Failed("replica_lost", "gone")]
+
+
+def test_lost_after_one_choice_ended_without_a_token_the_client_is_told() -> None:
+    stream = sent(2)
+    stream.update(0, 0, (), (), LENGTH)
+    assert stream.lost("replica_lost", "gone") == [Failed("replica_lost", "gone")]
+
+
+def test_a_draining_replica_is_like_a_lost_one_and_a_full_one_is_final() -> None:
+    assert isinstance(sent().refused(Refusal.DRAINING, "")[0], SendAgain)
+    assert sent(2).refused(Refusal.QUEUE_FULL, "full") == [Withdraw((0, 1)), Failed("queue_full", "full")]
+
+
+def test_enough_withdraws_one_choice_and_its_late_tokens_are_ignored() -> None:
+    stream = sent(2)
+    stream.update(0, 0, (5,))
+    assert stream.enough(0) == [Withdraw((0,))]
+    assert stream.enough(0) == []
+    assert stream.update(0, 1, (6,), (), LENGTH) == []
+    assert stream.update(1, 0, (6,), (), LENGTH)[-1] == Ended(1, Finish.LENGTH, 0)
+    assert stream.phase is Phase.ENDED
+
+
+def test_cancel_withdraws_what_is_open_and_fails_nobody() -> None:
+    stream = sent(2)
+    stream.update(1, 0, (5,), (), LENGTH)
+    assert stream.cancel() == [Withdraw((0,))]
+    assert stream.cancel() == []
+    waiting = sent()
+    waiting.lost("replica_lost", "gone")
+    assert waiting.cancel() == []
+    assert waiting.unplaced("no_replica", "none") == []
+
+
+def test_retries_stay_within_a_fifth_of_the_requests_and_three() -> None:
+    budget = RetryBudget()
+    num_retries = 0
+    for number in range(1, 201):
+        budget.request()
+        stream = sent(budget=budget)
+        while isinstance(stream.lost("replica_lost", "gone")[0], SendAgain):
+            num_retries += 1
+            assert num_retries <= 0.2 * number + 3
+            stream.sent("a")
+    assert num_retries > 30
+
+
+def test_random_histories_end_once_and_deliver_every_token_once() -> None:
+    """500 seeds: whatever comes, no transition is illegal and the delivered indices are 0, 1, 2 …"""
+    for seed in range(500):
+        rng = random.Random(seed)
+        num_choices = rng.randint(1, 3)
+        stream = Stream(num_choices, RetryBudget())
+        delivered = [0] * num_choices
+        endings, failures = [0] * num_choices, 0
+        for _ in range(40):
+            if stream.phase is Phase.WAITING:
+                stream.sent(rng.choice("ab"))
+            choice = rng.randrange(num_choices)
+            index = delivered[choice] if rng.random() < 0.95 else rng.randrange(9)
+            match rng.randrange(12):
+                case 0:
+                    effects = stream.lost("replica_lost", "")
+                case 1:
+                    effects = stream.enough(choice)
+                case 2:
+                    effects = stream.refused(rng.choice(list(Refusal)), "")
+                case 3:
+                    effects = stream.cancel()
+                case _:
+                    tokens = tuple(rng.choices(range(10), k=rng.randrange(4)))
+                    ending = rng.choice([None, None, None, LENGTH, (Finish.ERROR, None, 0, "")])
+                    effects = stream.update(choice, index, tokens, (), ending)
+            for effect in effects:
+                if isinstance(effect, Deliver):
+                    assert index == delivered[effect.choice]
+                    delivered[effect.choice] += len(effect.tokens)
+                elif isinstance(effect, Ended):
+                    endings[effect.choice] += 1
+                elif isinstance(effect, Failed):
+                    failures += 1
+            assert failures <= 1
+            assert max(endings) <= 1
+            assert (failures == 0) or stream.phase is Phase.FAILED
+
+
+def test_every_phase_has_its_transitions() -> None:
+    assert set(TRANSITIONS) == set(Phase)
