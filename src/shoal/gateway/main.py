@@ -38,6 +38,7 @@ from shoal.wire.messages import Register, Report, Role
 
 DRAIN_S = 5.0  # what running answers get to finish after SIGTERM
 _END_S = 2  # what is left to say after that
+_BACKLOG = 2048
 
 log = logging.getLogger("shoal.gateway")
 
@@ -117,6 +118,7 @@ class Gateway:
                 server_header=False,
                 access_log=False,
                 log_config=None,
+                backlog=_BACKLOG,
                 timeout_keep_alive=int(IDLE_S),
                 timeout_graceful_shutdown=int(DRAIN_S) + _END_S,
             )
@@ -124,6 +126,7 @@ class Gateway:
 
     async def run(self, sock: socket.socket) -> None:
         """Until `drain`. Owns the socket, bound and not yet listening."""
+        sock.listen(_BACKLOG)  # from here on connections wait for the server instead of being refused
         host, port = sock.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         exporter = Exporter(self._metrics.registry)
