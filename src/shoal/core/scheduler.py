@@ -103,7 +103,10 @@ class Scheduler:
     def abort(self, id: str, now_ns: int) -> list[Event]:
         """Its one Ended event; empty for an id that is unknown or has ended."""
         request = self._requests.get(id)
-        return [] if request is None else [self._end(request, Finish.ABORT, None)]
+        if request is None:
+            return []
+        self._events = [event for event in self._events if event.id != id]  # nothing is told after the end
+        return [self._end(request, Finish.ABORT, None)]
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
