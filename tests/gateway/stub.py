@@ -134,6 +134,7 @@ async def stage(
     )
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
+    sock.listen()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     serving = asyncio.create_task(gateway.run(sock))
     try:
@@ -152,5 +153,5 @@ async def stage(
 
 async def until(look: Callable[[], object], limit_s: float = 5.0) -> None:
     async with asyncio.timeout(limit_s):
-        while not look():
+        while not look():  # noqa: ASYNC110  what is waited for has no event
             await asyncio.sleep(0.005)

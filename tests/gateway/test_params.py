@@ -27,7 +27,7 @@ def completion(**fields: Any) -> Params:
     )
 
 
-ACTING = {
+ACTING: dict[str, tuple[Any, Any]] = {
     "temperature": (0.5, lambda p: p.sampling.temperature == 0.5),
     "top_p": (0.5, lambda p: p.sampling.top_p == 0.5),
     "top_k": (7, lambda p: p.sampling.top_k == 7),
@@ -79,7 +79,7 @@ def test_the_newer_name_of_max_tokens_wins() -> None:
     assert chat(max_tokens=50).max_tokens == 50
 
 
-IGNORED = [
+IGNORED: list[dict[str, Any]] = [
     {"user": "u"},
     {"metadata": {"a": "b"}},
     {"store": False},
@@ -88,7 +88,7 @@ IGNORED = [
     {"safety_identifier": "s"},
     {"prompt_cache_key": "k"},
 ]
-IGNORED_IN_CHAT = [
+IGNORED_IN_CHAT: list[dict[str, Any]] = [
     *IGNORED,
     {"tools": []},
     {"tool_choice": "none"},
@@ -110,14 +110,14 @@ def test_accepted_in_completions_without_effect(fields: dict[str, Any]) -> None:
     assert completion(**fields) == completion()
 
 
-REFUSED_IN_BOTH = [
+REFUSED_IN_BOTH: list[dict[str, Any]] = [
     {"store": True},
     {"service_tier": "flex"},
     {"cache_salt": "s"},
     {"structured_outputs": {"regex": "a"}},
     {"prompt_logprobs": 1},
 ]
-REFUSED_IN_CHAT = [
+REFUSED_IN_CHAT: list[dict[str, Any]] = [
     *REFUSED_IN_BOTH,
     {"tools": [{"type": "function"}]},
     {"tool_choice": "required"},
@@ -202,8 +202,17 @@ def test_messages_become_role_and_text() -> None:
 
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "expected"),
-    [(100, 28, 28), (100, None, 28), (127, None, 1), (100, 29, "max_tokens"), (100, 10**8, "max_tokens")]
-    + [(128, 1, "prompt"), (128, None, "prompt"), (129, None, "prompt"), (129, 5, "prompt")],
+    [
+        (100, 28, 28),
+        (100, None, 28),
+        (127, None, 1),
+        (100, 29, "max_tokens"),
+        (100, 10**8, "max_tokens"),
+        (128, 1, "prompt"),
+        (128, None, "prompt"),
+        (129, None, "prompt"),
+        (129, 5, "prompt"),
+    ],
 )
 def test_what_fits_the_window(num_prompt: int, max_tokens: int | None, expected: int | str) -> None:
     params = completion(max_tokens=max_tokens)
