@@ -219,11 +219,14 @@ def test_a_long_step_is_announced_before_it_runs_and_is_not_late_while_it_runs()
         assert driver.steps.turning()
         driver.now_ns += 200_000_000  # the floor of 1.5 s is above three times the announced step
         assert not driver.steps.turning()
+        assert not driver.steps.stuck()
+        driver.now_ns += 60_000_000_000
+        assert driver.steps.stuck()
         gate.permits.release()
         wait_until(lambda: driver.endings())
         wait_until(lambda: driver.steps._turn_since_ns is None)
         driver.now_ns += 60_000_000_000
-        assert driver.steps.turning()  # idle is not late
+        assert driver.steps.turning() and not driver.steps.stuck()  # idle is not late
 
 
 def test_short_steps_are_not_announced() -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from shoal.core.plan import View
-from shoal.wire.connection import Connection, Listener, dial, listen
+from shoal.wire.connection import Connection, ConnectionClosed, Listener, dial, listen
 from shoal.wire.messages import Hello, Message, Role
 
 SECRET = b"a secret of the tests"
@@ -75,6 +75,16 @@ async def next_of(connection: Connection, kind: type[Message], limit_s: float = 
         while not isinstance(message := await connection.receive(), kind):
             pass
     return message
+
+
+async def end_of(connection: Connection, limit_s: float = 5.0) -> ConnectionClosed:
+    """How it ends; what still arrives before is dropped."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            try:
+                await connection.receive()
+            except ConnectionClosed as e:
+                return e
 
 
 async def until(look: Callable[[], object], limit_s: float = 5.0) -> None:

@@ -117,7 +117,7 @@ class StepLoop:
         self._in_flight: deque[_Launched] = deque()  # launched and not collected
         self._collected_ns = 0
         self._turn_since_ns: int | None = None  # None: waiting for the inbox
-        self._turn_limit_ns = health.suspect_after_ns()
+        self._announced_ns = 0  # predicted time of the step that the present turn announced
         self._running = False
         self._ended = threading.Event()
 
@@ -160,8 +160,15 @@ class StepLoop:
 
     def turning(self) -> bool:
         """The loop takes work: it waits for some, or its present turn is not late."""
+        return self._running and self._turn_age_ns() < health.suspect_after_ns(self._announced_ns)
+
+    def stuck(self) -> bool:
+        """The present turn will not come back."""
+        return self._turn_age_ns() > health.stuck_after_ns(self._announced_ns)
+
+    def _turn_age_ns(self) -> int:
         since = self._turn_since_ns
-        return self._running and (since is None or self._clock() - since < self._turn_limit_ns)
+        return 0 if since is None else self._clock() - since
 
     # -- the step thread -----------------------------------------------------------------------------------------------
 
@@ -185,7 +192,7 @@ class StepLoop:
             while not (self._stopping or self._inbox or self._in_flight or self._owners):
                 self._turn_since_ns = None
                 self._changed.wait()
-            self._turn_limit_ns = health.suspect_after_ns()
+            self._announced_ns = 0
             self._turn_since_ns = self._clock()
             return not self._stopping
 
@@ -234,7 +241,7 @@ class StepLoop:
             if plan is None:
                 break
             if plan.predicted_ns > ANNOUNCE_NS:
-                self._turn_limit_ns = health.suspect_after_ns(plan.predicted_ns)
+                self._announced_ns = plan.predicted_ns
                 self._announce(plan.predicted_ns)
             self._in_flight.append(_Launched(plan, self._clock()))
             self._runner.launch(plan)

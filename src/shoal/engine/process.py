@@ -92,7 +92,11 @@ class Engine:
         exporter = Exporter(self._registry)
         self._metrics_url = exporter.url
         link = self._link()
-        linked = asyncio.create_task(link.run()) if link is not None else None
+        tasks = [asyncio.create_task(self._watch())]
+        if link is not None:
+            tasks.append(asyncio.create_task(link.run()))
+        for task in tasks:
+            task.add_done_callback(self._part_ended)
         threading.Thread(target=self._step_thread, name="steps", daemon=True).start()
         try:
             news: list[asyncio.Future[Any]] = [self._loaded, self._ending]
@@ -102,10 +106,9 @@ class Engine:
             return await self._ending
         finally:
             await self._shut_down()
-            if linked is not None:
-                linked.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await linked
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             exporter.close()
 
     # -- the step thread -----------------------------------------------------------------------------------------------
@@ -154,6 +157,20 @@ class Engine:
         if not self._ending.done():
             self._ending.set_result(code)
 
+    def _part_ended(self, task: asyncio.Task[None]) -> None:
+        """These tasks end only by cancellation; one that fails takes the process along."""
+        if not task.cancelled() and task.exception() is not None:
+            log.error("engine.part_failed", exc_info=task.exception())
+            self._end(1)
+
+    async def _watch(self) -> None:
+        """A step that never returns cannot end the process itself."""
+        while True:
+            await asyncio.sleep(1.0)
+            if self._steps is not None and self._steps.stuck():
+                log.error("engine.stuck", {"streams": self._steps.num_streams})
+                self._end(1)
+
     async def _serve(self, link: ControlLink | None) -> None:
         steps, parts = self._loaded.result()
         server = Server(steps, parts.scheduler.view(), info=parts.info, costs=parts.costs)
@@ -171,7 +188,7 @@ class Engine:
         if steps is None:
             return
         if server is not None:
-            if self._ending.done() and self._ending.result() == 0:
+            if self._ending.done() and self._ending.result() == 0 and steps.turning():
                 server.drain()
                 log.info("engine.draining", {"streams": steps.num_streams})
                 await self._until_idle(steps, DRAIN_S)

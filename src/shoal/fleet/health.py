@@ -9,6 +9,7 @@ MS_NS = 1_000_000
 LEASE_NS = 5_000 * MS_NS  # registrations and sessions: over when nothing was heard for this long
 SUSPECT_NS, SUSPECT_STEPS = 1_500 * MS_NS, 3
 DEAD_NS, DEAD_STEPS = 3_000 * MS_NS, 5
+STUCK_NS, STUCK_STEPS = 60_000 * MS_NS, 100
 
 
 def suspect_after_ns(announced_ns: int = 0) -> int:
@@ -19,6 +20,11 @@ def suspect_after_ns(announced_ns: int = 0) -> int:
 def dead_after_ns(announced_ns: int = 0) -> int:
     """How long it may stand still before its replica counts as dead."""
     return max(DEAD_NS, DEAD_STEPS * announced_ns)
+
+
+def stuck_after_ns(announced_ns: int = 0) -> int:
+    """How long a step may take before its own process gives up: far beyond slow, whatever was announced."""
+    return max(STUCK_NS, STUCK_STEPS * announced_ns)
 
 
 def expired(heard_ns: int, now_ns: int, lease_ns: int = LEASE_NS) -> bool:
