@@ -184,7 +184,8 @@ def show(console: Console, figures: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.1f} output tokens/s, "
-        f"{figures['total_tokens_per_s']:.1f} total tokens/s, driver lag p99 {figures['lag_p99_ms']:.1f} ms"
+        f"{figures['total_tokens_per_s']:.1f} total tokens/s, driver lag p99 {figures['lag_p99_ms']:.1f} ms",
+        soft_wrap=True,
     )
     if figures["slo_attainment"] is not None:
         console.print(f"SLO attainment {figures['slo_attainment']:.1%} of all requests")
@@ -269,7 +270,7 @@ async def _measure(
 def _live_line(screen: Console, total: int) -> Iterator[Callable[[Progressing], None]]:
     """A line that shows progress, redrawn from the load's own loop; nothing where nobody watches."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=screen, disable=not screen.is_terminal, auto_refresh=False) as bar:
+    with Progress(*columns, console=screen, disable=not screen.is_terminal, auto_refresh=False, transient=True) as bar:
         task = bar.add_task("warming up", total=total)
 
         def update(now: Progressing) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from client import Target
 from driver import run, schedule
-from shoal.workload.arrivals import ClosedLoop, OpenLoop
+from shoal.workload.arrivals import Arrivals, ClosedLoop, OpenLoop
 from shoal.workload.lengths import Mix, Uniform
 from tests.support.gateways import MODEL, service
 from tests.support.scripted import Script
@@ -20,9 +20,9 @@ def test_what_the_driver_counts_is_what_the_service_counted(tmp_path: Path) -> N
     model = make_tiny_model(tmp_path / "model")
     with service(model, Script(step_ms=1.0), Script(step_ms=1.0)) as shoal:
         target = Target(url=shoal.url, model=MODEL, timeout_s=20.0)
+        kinds: tuple[Arrivals, ...] = (OpenLoop(100.0), ClosedLoop(4))
         loads = [
-            schedule(arrivals, MIX, 30, seed=seed, vocab_size=259, warm_up=1)
-            for seed, arrivals in enumerate((OpenLoop(100.0), ClosedLoop(4)))
+            schedule(arrivals, MIX, 30, seed=seed, vocab_size=259, warm_up=1) for seed, arrivals in enumerate(kinds)
         ]
         found = [asyncio.run(run(target, load)) for load in loads]
         assert [result.errors() for result in found] == [{}, {}]

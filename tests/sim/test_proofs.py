@@ -151,7 +151,7 @@ def test_a_real_model_is_replayed_and_simulated_exactly(tmp_path: Path, in_fligh
     model = make_tiny_model(tmp_path / "model")
     runner = load(model, EngineConfig(dtype="float32", device="cpu", threads=1, kv_cache_bytes=16 * 8192))
     assert (runner.num_blocks, runner.block_tokens) == (16, 16)
-    Client(runner, in_flight, path, seed=in_flight + 10, num_requests=24)
+    Client(runner, in_flight, path, seed=in_flight + 10, num_requests=14)
     seen = kinds(path)
     assert seen["preempted"] > 0 and seen["token"] > 300 and seen["prompt_scored"] > 3
     assert replay(path) == sum(1 for _ in journal.read(path))
@@ -211,7 +211,7 @@ def test_an_engine_that_was_killed_in_a_step_leaves_a_journal_that_agrees(tmp_pa
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     Client(ScriptedRunner(Script(step_ms=0.0, steps_in_flight=2)), 2, whole, seed=9, num_requests=12, num_open=2)
     lines = whole.read_bytes().splitlines(keepends=True)
-    for length in range(len(lines) - 42, len(lines), 3):
+    for length in range(len(lines) - 40, len(lines), 5):
         cut.write_bytes(b"".join(lines[:length]) + lines[length][:20])
         assert replay(cut) == length
         assert agree(cut) > 20
@@ -230,14 +230,14 @@ def test_a_journal_of_another_run_is_found_out(tmp_path: Path, change: str) -> N
     elif isinstance(record, Submitted):
         planned = records[number - 2]
         assert isinstance(planned, Planned) and planned.plan is not None
-        lines[number] = journal._encode(msgspec.structs.replace(record, now_ns=planned.now_ns)) + b"\n"
+        lines[number] = journal.encode(msgspec.structs.replace(record, now_ns=planned.now_ns)) + b"\n"
     else:
         assert isinstance(record, Applied)
         if change == "token":
             record.result.tokens[1] += 1
         else:
             record.result.busy_ns += 1_000_000_000
-        lines[number] = journal._encode(record) + b"\n"
+        lines[number] = journal.encode(record) + b"\n"
     path.write_bytes(b"".join(lines))
     if change != "arrival":  # `now` of a submit changes no plan: only the simulator asks when it was
         with pytest.raises((Divergence, ValueError)):

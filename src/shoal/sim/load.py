@@ -33,7 +33,8 @@ class Report:
 
     @property
     def output_tokens_per_s(self) -> float:
-        return sum(latency.num_tokens for latency in self.latencies) / self.duration_ns * 1e9
+        """0 where nothing was answered."""
+        return sum(latency.num_tokens for latency in self.latencies) / max(self.duration_ns, 1) * 1e9
 
     @property
     def ttft_ns(self) -> Spread | None:

@@ -81,7 +81,7 @@ Call = Submitted | Aborted | Planned | Applied
 Record = Header | Call
 
 _KINDS: dict[type, str] = {Token: "token", PromptScored: "prompt_scored", Preempted: "preempted", Ended: "ended"}
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 
 
 class Sink(Protocol):
@@ -159,7 +159,7 @@ class Recorder:
         self._sink.close()
 
     def _write(self, line: _Line) -> None:
-        self._sink.write(_encode(line) + b"\n")
+        self._sink.write(encode(line) + b"\n")
 
     def _end_with(self, line: Call) -> None:
         """The most wanted line of all: it is in the file before the error goes on to end the engine."""
