@@ -185,7 +185,6 @@ class Dispatcher:
             placed.append(Attempts(job, prompt, specs, self, info.hash_root))
         job.attempts.extend(placed)
         self._jobs[order.id] = job
-        self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         for attempts in placed:
             if job.failure is None:
                 attempts.place()

@@ -137,7 +137,6 @@ class Job:
             for _ in range(num_tokens):
                 self._metrics.inter_token.observe((now - self._last_s[choice]) / num_tokens)
         self._last_s[choice] = now
-        self._metrics.generation_tokens.inc(num_tokens)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

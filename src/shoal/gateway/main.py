@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -19,7 +20,7 @@ import uvloop
 from shoal.fetch.home import shoal_home
 from shoal.gateway.api import Api
 from shoal.gateway.app import App
-from shoal.gateway.auth import Keys, check_bind
+from shoal.gateway.auth import Keys, check_bind, keys_from_environment
 from shoal.gateway.config import GatewayConfig
 from shoal.gateway.dispatch import Dispatcher
 from shoal.gateway.http import IDLE_S, HttpProtocol
@@ -39,6 +40,7 @@ from shoal.wire.messages import Register, Report, Role
 DRAIN_S = 5.0  # what running answers get to finish after SIGTERM
 _END_S = 2  # what is left to say after that
 _BACKLOG = 2048
+_OTHER_FILES = 256  # open files beside the clients' connections
 
 log = logging.getLogger("shoal.gateway")
 
@@ -56,7 +58,8 @@ def run(
     is taken, TokenizerError or TemplateError for a model folder that cannot be used."""
     logs.setup("gateway", name)
     lifeline.watch()
-    keys = Keys(key for key in os.environ.get("SHOAL_API_KEY", "").split(",") if key)
+    _allow_files(config.max_connections + _OTHER_FILES)
+    keys = keys_from_environment()
     check_bind(config.host, keys)
     gateway = Gateway(
         config,
@@ -77,7 +80,11 @@ async def _until_signal(gateway: Gateway, sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.drain)
-    await gateway.run(sock)
+    exporter = Exporter(gateway.metrics.registry)
+    try:
+        await gateway.run(sock, exporter.url)
+    finally:
+        exporter.close()
 
 
 class Gateway:
@@ -94,20 +101,20 @@ class Gateway:
     ) -> None:
         self._identity = identity
         self._controller = controller
-        self._metrics = Metrics()
+        self.metrics = Metrics()
         self._replicas = Replicas(
             identity, static=engines, members_file=members_file(controller, identity.name) if controller else None
         )
-        self._dispatcher = Dispatcher(self._replicas, prompts.tokenizer, self._metrics, config.request_timeout_s)
+        self._dispatcher = Dispatcher(self._replicas, prompts.tokenizer, self.metrics, config.request_timeout_s)
         api = Api(
             model=served_name,
             prompts=prompts,
             dispatcher=self._dispatcher,
-            metrics=self._metrics,
+            metrics=self.metrics,
             max_body_bytes=config.max_body_bytes,
             started_s=int(time.time()),
         )
-        app = App(router(api), keys, self._metrics, request_log=config.request_log)
+        app = App(router(api), keys, self.metrics, request_log=config.request_log)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -124,25 +131,23 @@ class Gateway:
             )
         )
 
-    async def run(self, sock: socket.socket) -> None:
+    async def run(self, sock: socket.socket, metrics_url: str = "") -> None:
         """Until `drain`. Owns the socket, bound and not yet listening."""
         sock.listen(_BACKLOG)  # from here on connections wait for the server instead of being refused
         host, port = sock.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        exporter = Exporter(self._metrics.registry)
         tasks = [asyncio.create_task(self._replicas.run()), asyncio.create_task(self._dispatcher.run())]
         if self._controller:
-            tasks.append(asyncio.create_task(self._link(url, exporter.url).run()))
+            tasks.append(asyncio.create_task(self._link(url, metrics_url).run()))
         for task in tasks:
             task.add_done_callback(self._part_ended)
-        log.info("gateway.serving", {"url": url, "metrics": exporter.url})
+        log.info("gateway.serving", {"url": url, "metrics": metrics_url})
         try:
             await self._server.serve(sockets=[sock])
         finally:
             for task in tasks:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
-            exporter.close()
             log.info("gateway.stopped")
         for end in ends:
             if isinstance(end, Exception):
@@ -170,7 +175,7 @@ class Gateway:
             incarnation=self._identity.incarnation,
             secret=self._identity.secret,
             register=lambda: Register(pid=os.getpid(), url=url, metrics=metrics_url),
-            report=lambda: Report(gateway={"num_requests_running": self._dispatcher.num_jobs}),
+            report=lambda: Report(gateway={"requests_in_flight": self._dispatcher.num_jobs}),
             on_members=self._replicas.on_members,
         )
 
@@ -195,6 +200,14 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _allow_files(wanted: int) -> None:
+    """The usual limit of 1024 open files is far below the connections allowed; what the system grants is taken."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    granted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < granted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
 
 
 class _Server(uvicorn.Server):

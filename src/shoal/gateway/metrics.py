@@ -1,6 +1,7 @@
 """The gateway's numbers, under vLLM's names where vLLM has the same thing.
 
-Accounting: `requests_received_total` = successes + failures + refusals + aborts, once all have ended.
+Tokens, queues and blocks are the engines' numbers. Accounting: `requests_received_total` = successes + failures +
+refusals + aborts, once all have ended.
 """
 
 from __future__ import annotations
@@ -31,13 +32,11 @@ class Metrics:
             "aborted": counter("request_aborted", "Requests that nobody waits for any more", "reason"),
         }
         self.retries = counter("request_retries", "Attempts after the first, before any token came")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
-        self.generation_tokens = counter("generation_tokens", "Tokens received from replicas")
         self.ttft = histogram("time_to_first_token_seconds", "From the request's arrival", _LATENCY_S)
         self.inter_token = histogram("inter_token_latency_seconds", "Between tokens of one choice", _TOKEN_S)
         self.per_token = histogram(
             "request_time_per_output_token_seconds", "Mean over a request after its first token", _TOKEN_S
         )
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last byte", _LATENCY_S)
-        self.in_flight = Gauge("shoal:num_requests_running", "Requests for text under way", registry=registry)
+        self.in_flight = Gauge("shoal:requests_in_flight", "Requests for text under way", registry=registry)
         self.replicas_ready = Gauge("shoal:num_replicas_ready", "Replicas that can take work", registry=registry)
