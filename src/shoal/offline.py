@@ -62,6 +62,8 @@ class SamplingParams:
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"{name}: {value} is not a finite number")
+        if self.max_tokens == 0:
+            raise RequestError("max_tokens: Expected `int` >= 1, got 0")  # the gateway has a use for 0, here is none
         try:
             return checked.completion_params(convert({"model": "", "prompt": "", **values}, CompletionRequest))
         except ApiError as error:

@@ -60,7 +60,7 @@ def test_a_bad_line_is_named_and_does_not_end_the_run(content, error):
 
 
 def test_a_row_may_set_every_parameter_that_changes_one_text():
-    assert PARAMS == {field.name for field in fields(SamplingParams)} - {"n", "logprobs"}
+    assert {field.name for field in fields(SamplingParams)} - {"n", "logprobs"} == PARAMS
 
 
 def test_the_format_can_be_told():

@@ -171,7 +171,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused_by_number_and_the_next_call
         ({"n": 17}, "n: Expected `int` <= 16, got 17"),
         ({"temperature": -0.1}, "temperature: Expected `float` >= 0.0, got -0.1"),
         ({"temperature": float("nan")}, "temperature: nan is not a finite number"),
-        ({"max_tokens": 0}, "'max_tokens' must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens: Expected `int` >= 1, got 0"),
         ({"max_tokens": 4, "min_tokens": 5}, "'min_tokens' is 5, more than the 4 of 'max_tokens'"),
         ({"top_k": 1.5}, "top_k: Expected `int | null`, got `float`"),
         ({"stop": ["a", ""]}, "stop[1]: Expected `str` of length >= 1"),

@@ -20,7 +20,7 @@ from shoal.cli.meter import Meter, loading
 from shoal.cli.options import ConfigFile, Model, resolve, with_settings
 from shoal.cli.pull import fetch
 from shoal.cli.rows import Row, read_rows
-from shoal.cli.sampling import IgnoreEos, MaxTokens, MinP, Seed, Stop, Temperature, TopK, TopP
+from shoal.cli.sampling import IgnoreEos, MaxTokens, MinP, Seed, Stop, Temperature, TopK, TopP, as_option
 from shoal.config import Config
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def generate(
             ignore_eos=ignore_eos,
         )
     except RequestError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(as_option(str(error))) from None
     with ExitStack() as files:
         source = _open(files, "--input", input, "rb")
         sink = _open(files, "--output", output, "wb")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
@@ -19,6 +20,11 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def as_option(problem: str) -> str:
+    """A message that begins with a parameter's name, with the option's name instead."""
+    return re.sub(r"^'?(\w+)'?", lambda found: "--" + found[1].replace("_", "-"), problem)
 
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="TOKENS", parser=whole, help="longest answer")]

@@ -35,23 +35,27 @@ def serve(model: Model = None, *, config: ConfigFile = None, settings: dict[str,
     values = resolve(config, settings, model)
     if values.engine.journal and values.cluster.replicas > 1:
         raise typer.BadParameter("--journal records one engine; allowed with --replicas 1 only")
-    fetch(values.model.name)
     from shoal.controller.launchers import local
+    from shoal.gateway.auth import check_bind, keys_from_environment
+
+    check_bind(values.gateway.host, keys_from_environment())
+    fetch(values.model.name)
 
     def on_ready(service: Service) -> None:
-        typer.echo(invitation(values.model.public_name, service, bool(os.environ.get("SHOAL_API_KEY"))))
+        typer.echo(invitation(values.model.public_name, service, os.environ.get("SHOAL_API_KEY", "")))
 
     raise typer.Exit(local.run(values, configuration.dump(values), on_ready=on_ready))
 
 
-def invitation(model: str, service: Service, keyed: bool) -> str:
-    """What to do with a service that is ready. The key itself is never shown."""
+def invitation(model: str, service: Service, keys: str) -> str:
+    """What to do with a service that is ready. `keys` are the environment's; the line names them, it shows none."""
     question = {
         "model": model,
         "messages": [{"role": "user", "content": "What is a shoal of fish?"}],
         "max_tokens": 100,
     }
-    key = '-H "Authorization: Bearer $SHOAL_API_KEY" ' if keyed else ""
+    key = "${SHOAL_API_KEY%%,*}" if "," in keys else "$SHOAL_API_KEY"
+    header = f'-H "Authorization: Bearer {key}" ' if keys else ""
     url = f"{service.url}/v1/chat/completions"
     return f"""
 shoal serves {model}
@@ -60,5 +64,5 @@ shoal serves {model}
   status page  {service.status_url}
   chat         shoal chat --url {service.url}
 
-curl {url} -H 'Content-Type: application/json' {key}-d {shlex.quote(json.dumps(question, ensure_ascii=False))}
+curl {url} -H 'Content-Type: application/json' {header}-d {shlex.quote(json.dumps(question, ensure_ascii=False))}
 """

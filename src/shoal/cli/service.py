@@ -22,7 +22,7 @@ class ServiceError(Exception):
 async def request(method: str, url: str, path: str, body: Any = None) -> AsyncIterator[aiohttp.ClientResponse]:
     """One request to the service at `url`. Raises ServiceError for whatever goes wrong, also while the body is read."""
     base = url.rstrip("/").removesuffix("/v1")
-    key = os.environ.get("SHOAL_API_KEY")
+    key = os.environ.get("SHOAL_API_KEY", "").partition(",")[0]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENCE_S)
     try:

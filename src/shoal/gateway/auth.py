@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Iterable
 
 from shoal.gateway.errors import ApiError, Reason
@@ -49,6 +50,11 @@ class Keys:
             self._failed = FAILED_TRIES
             raise ApiError(Reason.TOO_MANY_KEYS, "too many wrong API keys; try again later")
         raise ApiError(Reason.WRONG_KEY, "the API key is not accepted")
+
+
+def keys_from_environment() -> Keys:
+    """SHOAL_API_KEY: one key, or several with commas between them."""
+    return Keys(key for key in os.environ.get("SHOAL_API_KEY", "").split(",") if key)
 
 
 def check_bind(host: str, keys: Keys) -> None:
