@@ -34,12 +34,18 @@ def test_any_ids_of_a_byte_level_vocabulary_give_the_whole_decode(
     assert "".join(pieces(byte_level, token_ids, skip=skip)) == whole
 
 
+@pytest.fixture(scope="module")
+def part_ids(byte_level: Tokenizer) -> list[int]:
+    """The tokens that are parts of characters: sequences of them are mostly invalid."""
+    return [n for n in range(byte_level.vocab_size) if not is_text(byte_level.token_bytes(n))]
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_broken_utf8_becomes_the_same_replacement_characters(byte_level: Tokenizer, data: st.DataObject) -> None:
-    """Ids of the tokens that are parts of characters only: mostly invalid sequences."""
-    parts = [n for n in range(byte_level.vocab_size) if not is_text(byte_level.token_bytes(n))]
-    token_ids = data.draw(st.lists(st.sampled_from(parts), max_size=12))
+def test_broken_utf8_becomes_the_same_replacement_characters(
+    byte_level: Tokenizer, part_ids: list[int], data: st.DataObject
+) -> None:
+    token_ids = data.draw(st.lists(st.sampled_from(part_ids), max_size=12))
     assert "".join(pieces(byte_level, token_ids)) == byte_level.decode(token_ids)
 
 

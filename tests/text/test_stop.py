@@ -35,7 +35,7 @@ def run(matcher: StopMatcher, pieces: list[str]) -> str:
     return out + matcher.finish()
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(stops=STOPS, pieces=PIECES)
 def test_any_pieces_give_what_the_naive_search_gives(stops: list[str], pieces: list[str]) -> None:
     before, match = naive("".join(pieces), stops)
@@ -45,7 +45,7 @@ def test_any_pieces_give_what_the_naive_search_gives(stops: list[str], pieces: l
     assert (run(matcher, pieces), matcher.stopped_by) == (before + (match or ""), match)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(stops=STOPS, pieces=PIECES)
 def test_what_is_held_back_is_the_longest_possible_beginning_and_no_more(stops: list[str], pieces: list[str]) -> None:
     matcher = StopMatcher(stops)
