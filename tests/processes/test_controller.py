@@ -93,11 +93,14 @@ def test_gateways_get_the_list_on_every_change_and_every_two_seconds() -> None:
         assert versions == sorted(versions)
         task.cancel()
 
-    with socket_folder() as folder, controller(folder) as (_, url):
-        with scripted_engine(listen=f"unix:{folder}/e.sock", controller=f"unix:{folder}/c.sock"):
-            asyncio.run(follow(folder))
-            gateway = status.fetch(url)["gateways"][0]
-            assert (gateway["url"], gateway["report"]) == ("http://127.0.0.1:1", {"queue": {"m": 1.0}})
+    with (
+        socket_folder() as folder,
+        controller(folder) as (_, url),
+        scripted_engine(listen=f"unix:{folder}/e.sock", controller=f"unix:{folder}/c.sock"),
+    ):
+        asyncio.run(follow(folder))
+        gateway = status.fetch(url)["gateways"][0]
+        assert (gateway["url"], gateway["report"]) == ("http://127.0.0.1:1", {"queue": {"m": 1.0}})
 
 
 async def test_f5_after_a_kill_traffic_flows_and_the_registry_is_rebuilt_within_three_seconds() -> None:

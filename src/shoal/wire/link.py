@@ -72,6 +72,7 @@ class ControlLink:
         """Says so at once where the controller is there; a later connection begins with it anyway."""
         if self._connection is not None:
             self._connection.send(self._register())
+            self._connection.send(self._report())
 
     async def _one_connection(self) -> None:
         self._session += 1

@@ -1,0 +1,60 @@
+"""A whole service, started as a person starts it: `shoal serve` on a small random model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from shoal.controller import status
+from tests.support.processes import Process, running
+
+START_S = 90.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    process: Process
+    url: str  # the API
+    status_url: str
+
+    @property
+    def folder(self) -> Path:
+        """The runtime folder."""
+        return Path(self.process.wait_line(r"controller\.serving address=unix:(\S+)/controller\.sock").group(1))
+
+    def status(self) -> status.Document:
+        return status.fetch(self.status_url)
+
+    def pid(self, name: str) -> int:
+        """Of a child that runs, else 0."""
+        processes = {p["name"]: p["pid"] for p in self.status()["processes"]}
+        pid: int = processes.get(name, 0)
+        return pid
+
+    def restarts(self, name: str) -> int:
+        restarts: int = {p["name"]: p["restarts"] for p in self.status()["processes"]}[name]
+        return restarts
+
+
+@contextmanager
+def serve(model: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Serving]:
+    """Ready. Killed with everything at the end, where the test has not stopped it."""
+    command = [sys.executable, "-m", "shoal.cli", "serve", str(model), "--port", "0", "--controller-port", "0"]
+    with running([*command, "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), *options], env) as process:
+        url = process.wait_line(r"API +(http://\S+)/v1", START_S).group(1)
+        page = process.wait_line(r"status page +(http://\S+)").group(1)
+        yield Serving(process, url, page)
+
+
+async def ready(url: str) -> int:
+    """The status that /ready answers, 0 where nobody does."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url + "/ready") as answer:
+            return answer.status
+    except aiohttp.ClientError:
+        return 0
