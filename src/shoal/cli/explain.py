@@ -22,23 +22,17 @@ def config(
     elif as_yaml:
         typer.echo(configuration.dump(values), nl=False)
     else:
-        _print_table(values)
+        _print(values)
 
 
-def _print_table(values: configuration.Config) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), expand=False)
-    for column in ("field", "value", "default", "unit", "allowed", "description"):
-        table.add_column(column, overflow="fold", no_wrap=column == "field")
+def _print(values: configuration.Config) -> None:
+    """Two lines a field, so that a narrow terminal shows them whole; what is not the default is bold."""
     section = ""
     for row in configuration.rows(values):
         if section and row.section != section:
-            table.add_row()
+            typer.echo()
         section = row.section
-        changed = row.value != row.default
-        cells = (row.name, plain(row.value), plain(row.default), row.unit, row.bounds, row.description)
-        table.add_row(*(Text(cell, style="bold" if changed and index < 2 else "") for index, cell in enumerate(cells)))
-    Console().print(table)
+        value = f"{row.name:<31}{plain(row.value)} {row.unit}".rstrip()
+        allowed = f"[{row.bounds}; default: {plain(row.default)}]"
+        typer.echo(typer.style(f"{value:<46}", bold=row.value != row.default) + f"  {allowed}")
+        typer.echo(f"    {row.description}")
