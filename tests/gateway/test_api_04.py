@@ -79,7 +79,9 @@ async def test_api_04_chat(pieces: tuple[Path, dict[str, int]], folder: Path) ->
         assert [bytes(top["bytes"]).hex() for top in entry["top_logprobs"]] == alternatives
         names = [top["token"] for top in entry["top_logprobs"]]
         assert all(names) and "\ufffd" not in "".join(names) and len(set(names)) == 3
-    streamed = [entry for chunk in chunks for c in chunk["choices"] for entry in (c["logprobs"] or {}).get("content", [])]
+    streamed = [
+        entry for chunk in chunks for c in chunk["choices"] for entry in (c["logprobs"] or {}).get("content", [])
+    ]
     assert streamed == content
     assert "".join(c["delta"].get("content", "") for chunk in chunks for c in chunk["choices"]) == " \U0001f600"
 

@@ -91,11 +91,12 @@ class Service:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
-    def post(self, path: str, body: Any) -> socket.socket:
-        """Sends a request and leaves the answer to the caller."""
+    def post(self, path: str, body: Any, *headers: str) -> socket.socket:
+        """Sends a request, the only one of its connection, and leaves the answer to the caller."""
         data = json.dumps(body).encode()
+        lines = (f"POST {path} HTTP/1.1", "host: x", "connection: close", f"content-length: {len(data)}", *headers)
         sock = self.connect()
-        sock.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        sock.sendall("\r\n".join((*lines, "", "")).encode() + data)
         return sock
 
     def counts(self, name: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import re
 from itertools import accumulate
@@ -15,6 +16,7 @@ from shoal.gateway.errors import ApiError, Reason, invalid
 
 MAX_DEPTH = 64
 MAX_BODY_S = 60.0  # from the first to the last byte
+DISCARD_S = 1.5  # a body that is too large is read, and dropped, for so long before it is refused
 OFF_LOOP_BYTES = 64 << 10  # parsing, rendering and tokenising more than this leaves the event loop
 
 T = TypeVar("T")
@@ -36,6 +38,8 @@ async def read(request: Request, max_bytes: int) -> bytes:
     too_large = ApiError(Reason.BODY_TOO_LARGE, f"the body is larger than {max_bytes} bytes")
     announced = request.headers.get("content-length")
     if announced is not None and int(announced) > max_bytes:  # the HTTP parser lets digits only through
+        if "expect" not in request.headers:  # otherwise the client waits for leave to send
+            await _discard(request)
         raise too_large
     pieces, size = [], 0
     while True:
@@ -45,9 +49,20 @@ async def read(request: Request, max_bytes: int) -> bytes:
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
         if size > max_bytes:
+            pieces.clear()
+            if message.get("more_body", False):
+                await _discard(request)
             raise too_large
         if not message.get("more_body", False):
             return b"".join(pieces)
+
+
+async def _discard(request: Request) -> None:
+    """A client that is still sending when its connection is closed never sees the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while (await request.receive()).get("more_body", False):
+                pass
 
 
 def decode(body: bytes, schema: type[T]) -> T:

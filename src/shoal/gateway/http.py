@@ -19,7 +19,7 @@ HEAD_S = 10.0  # from a connection's or a request's first moment to the end of i
 IDLE_S = 60.0  # between requests
 LINGER_S = 5.0  # a body that was refused unread is drained for so long, then the connection is cut
 SLOW_READER_S = 10.0  # a client that takes no bytes for so long is cut
-PROBE_S = (0.005, 1.0)  # pauses between probes: the first, doubling up to the last
+PROBE_S = (0.005, 0.2)  # pauses between probes: the first, doubling up to the last
 
 
 class HttpProtocol(HttpToolsProtocol):
