@@ -8,6 +8,7 @@ import urllib.request
 from typing import Any
 
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 
 from shoal.controller.registry import Entry
@@ -73,11 +74,12 @@ def fetch(url: str) -> Document:
 
 def tables(status: Document) -> Group:
     """The same as text for a terminal."""
-    return Group(_replica_table(status["replicas"]), _gateway_table(status["gateways"]), *_process_table(status))
+    parts = [_replica_table(status["replicas"]), _gateway_table(status["gateways"]), *_process_table(status)]
+    return Group(*(Padding(table, (0, 0, 1, 0)) for table in parts))
 
 
 def _replica_table(replicas: list[Document]) -> Table:
-    table = Table("replica", "state", "model", "running", "waiting", "KV used", "steps", "up", "pid", title="Replicas")
+    table = _table("replica", "state", "model", "running", "waiting", "KV used", "steps", "up", "pid")
     for r in replicas:
         view = r["view"]
         numbers = ["-"] * 4
@@ -94,7 +96,7 @@ def _replica_table(replicas: list[Document]) -> Table:
 
 
 def _gateway_table(gateways: list[Document]) -> Table:
-    table = Table("gateway", "URL", "up", "pid", title="Gateways")
+    table = _table("gateway", "URL", "up", "pid")
     for g in gateways:
         table.add_row(g["name"], g["url"], span(g["uptime_s"]), str(g["pid"]))
     return table
@@ -103,10 +105,15 @@ def _gateway_table(gateways: list[Document]) -> Table:
 def _process_table(status: Document) -> list[Table]:
     if not status["processes"]:
         return []
-    table = Table("process", "state", "restarts", "ended last by", title="Processes")
+    table = _table("process", "state", "restarts", "ended last by")
     for p in status["processes"]:
         table.add_row(p["name"], p["state"], str(p["restarts"]), p["cause"] or "-")
     return [table]
+
+
+def _table(*columns: str) -> Table:
+    """Without lines, so that a replica's row fits 80 columns."""
+    return Table(*columns, box=None, padding=(0, 2, 0, 0))
 
 
 def kv_used(view: Document) -> float:
