@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable
 
 from shoal.wire.connection import Connection, ConnectionClosed, dial
@@ -17,6 +18,7 @@ from shoal.wire.messages import Members, Register, Report, Role
 REPORT_S = 0.5
 RECONNECT_S = 1.0  # longest pause between two tries; drawn by chance, so that a fleet does not return in one moment
 _FIRST_PAUSE_S = 0.1
+_TOGETHER_S = 3.0
 
 log = logging.getLogger("shoal.wire")
 
@@ -52,6 +54,7 @@ class ControlLink:
         self._connection: Connection | None = None
         self._last_trouble = ""
         self._met = False  # connected at least once
+        self._began_s = time.monotonic()
 
     async def run(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -110,8 +113,9 @@ class ControlLink:
             connection.close()  # a report that cannot be made must not look like a silent process
 
     def _trouble(self, what: str) -> None:
-        """One line per kind of trouble: a controller that stays away must not fill the log."""
-        if what != self._last_trouble:
+        """One line per kind of trouble: a controller that stays away must not fill the log. None at the beginning:
+        processes that start together wait for each other."""
+        starting = not self._met and time.monotonic() - self._began_s < _TOGETHER_S
+        if what != self._last_trouble and not starting:
             self._last_trouble = what
-            level = logging.WARNING if self._met else logging.INFO  # processes that start together wait for each other
-            log.log(level, "control.unreachable", {"controller": self._address, "detail": what})
+            log.warning("control.unreachable", {"controller": self._address, "detail": what})
