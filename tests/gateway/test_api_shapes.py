@@ -105,7 +105,7 @@ def test_api_07_g_a_prompt_is_echoed_before_its_continuation(small: Service) -> 
     assert small.complete(ids, echo=True, max_tokens=1).json["choices"][0]["text"] == "one two threeon"
 
 
-# -- API-10: an explicit max_tokens must fit the window; without one, whatever fits is generated ------------------------
+# -- API-10: an explicit max_tokens must fit the window; without one, whatever fits is generated -----------------------
 
 LENGTHS = {
     "a": (100, {"max_tokens": 28}, None),

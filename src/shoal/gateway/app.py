@@ -21,6 +21,7 @@ from shoal.gateway.metrics import Metrics
 from shoal.gateway.reply import Record
 from shoal.gateway.routes import PUBLIC_PATHS, TEXT_PATHS
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 log = logging.getLogger("shoal.gateway")
@@ -62,6 +63,8 @@ class App:
         try:
             if scope["path"] not in PUBLIC_PATHS:
                 self._keys.check(headers.get(b"authorization"), time.monotonic())
+            if _CONTROL.search(scope["path"]):  # a pattern's `$` would overlook a line end
+                raise ApiError(Reason.NOT_FOUND, "there is no such path")
             await self._router(scope, receive, send)
             return
         except ApiError as e:
