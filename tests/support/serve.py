@@ -11,7 +11,7 @@ from pathlib import Path
 import aiohttp
 
 from shoal.controller import status
-from tests.support.processes import Process, running
+from tests.support.processes import Process, running, wait_until
 
 START_S = 90.0
 
@@ -31,10 +31,13 @@ class Serving:
         return status.fetch(self.status_url)
 
     def pid(self, name: str) -> int:
-        """Of a child that runs, else 0."""
-        processes = {p["name"]: p["pid"] for p in self.status()["processes"]}
-        pid: int = processes.get(name, 0)
-        return pid
+        """Of a child, as soon as it is known to run: never 0, which would mean the test's own process group."""
+
+        def look() -> int:
+            found: int = next((p["pid"] for p in self.status()["processes"] if p["name"] == name), 0)
+            return found
+
+        return wait_until(look, 20)
 
     def restarts(self, name: str) -> int:
         restarts: int = {p["name"]: p["restarts"] for p in self.status()["processes"]}[name]
@@ -58,3 +61,19 @@ async def ready(url: str) -> int:
             return answer.status
     except aiohttp.ClientError:
         return 0
+
+
+async def complete(url: str, model: str) -> int:
+    """The status of one short completion."""
+    body = {"model": model, "prompt": "abc", "max_tokens": 3}
+    async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=body) as answer:
+        await answer.read()
+        return answer.status
+
+
+def states(service: Serving) -> list[str]:
+    """Of the engines, as the controller lists them; empty where it does not answer."""
+    try:
+        return [replica["state"] for replica in service.status()["replicas"]]
+    except OSError:
+        return []
