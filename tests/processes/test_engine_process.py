@@ -166,6 +166,12 @@ def test_a_signal_while_loading_ends_it_at_once() -> None:
             assert not (folder / "e.sock").exists()
 
 
+def test_everything_but_the_runner_imports_without_torch() -> None:
+    code = "import sys, shoal.engine.main, shoal.controller.main; assert 'torch' not in sys.modules"
+    engine = Process([sys.executable, "-c", code])
+    assert engine.wait() == 0, engine.text
+
+
 def test_it_listens_on_its_socket_and_on_loopback_only() -> None:
     with socket_folder() as folder, scripted_engine(listen=f"unix:{folder}/e.sock") as engine:
         found = listening(engine.pid)

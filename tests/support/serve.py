@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -31,17 +32,18 @@ class Serving:
         return status.fetch(self.status_url)
 
     def pid(self, name: str) -> int:
-        """Of a child, as soon as it is known to run: never 0, which would mean the test's own process group."""
-
-        def look() -> int:
-            found: int = next((p["pid"] for p in self.status()["processes"] if p["name"] == name), 0)
-            return found
-
-        return wait_until(look, 20)
+        """Of a child that runs: never 0, which would mean the test's own process group."""
+        pid: int = wait_until(lambda: self._supervised(name).get("pid", 0), 20)
+        return pid
 
     def restarts(self, name: str) -> int:
-        restarts: int = {p["name"]: p["restarts"] for p in self.status()["processes"]}[name]
+        restarts: int = wait_until(lambda: self._supervised(name), 20)["restarts"]
         return restarts
+
+    def _supervised(self, name: str) -> dict[str, Any]:
+        """Empty until the supervisor has told the controller."""
+        found: dict[str, Any] = next((p for p in self.status()["processes"] if p["name"] == name), {})
+        return found
 
 
 @contextmanager

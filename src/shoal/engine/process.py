@@ -125,7 +125,8 @@ class Engine:
                 steps_in_flight=parts.steps_in_flight,
             )
         except Exception as e:
-            log.exception("engine.load_failed", {"error": str(e) or type(e).__name__})
+            known = isinstance(e, ValueError | OSError)  # something that the user can change: the message says it
+            log.error("engine.load_failed", {"error": str(e) or type(e).__name__}, exc_info=not known)
             self._post(self._end, 1)
             return
         self._post(self._on_loaded, (steps, parts))

@@ -62,9 +62,9 @@ def bind(address: UnixAddress | TcpAddress) -> socket.socket:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((address.host, address.port))
-        except OSError:
+        except OSError as e:
             sock.close()
-            raise
+            raise OSError(e.errno, f"{e.strerror}: {address}") from None
         return sock
     return _bind_unix(address.path)
 

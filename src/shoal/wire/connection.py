@@ -28,6 +28,7 @@ HANDSHAKE_S = 5.0
 STRANGER_FRAME_BYTES = 64 << 10  # what a dialler may send before it has proved who it is
 MAX_STRANGERS = 64  # connections in their handshake at one time
 _INBOX_HIGH, _INBOX_LOW = 1024, 256  # undelivered messages at which reading pauses and goes on
+_LOG_S = 1.0  # between two lines about one cause: a stranger that tries for ever must not fill the log
 
 log = logging.getLogger("shoal.wire")
 
@@ -278,6 +279,7 @@ class Listener:
         self._handler = handler
         self._admit = admit
         self._num_strangers = 0
+        self._next_line_s: dict[Cause, float] = {}  # when a cause may be logged again
         self._tasks: dict[asyncio.Task[None], Connection] = {}
         self._server: asyncio.Server
         self._socket_file: tuple[str, int] | None = None  # path and inode
@@ -354,8 +356,12 @@ class Listener:
         end = connection.end
         assert end is not None
         self.ended[end.cause] += 1
-        if end.cause not in (Cause.LOCAL, Cause.EOF):
-            log.warning("wire.disconnected", {"peer": connection.name, "cause": end.cause, "detail": str(end)})
+        now_s = asyncio.get_running_loop().time()
+        if end.cause in (Cause.LOCAL, Cause.EOF) or now_s < self._next_line_s.get(end.cause, 0.0):
+            return
+        self._next_line_s[end.cause] = now_s + _LOG_S
+        fields = {"peer": connection.name, "cause": end.cause, "detail": str(end), "so_far": self.ended[end.cause]}
+        log.warning("wire.disconnected", fields)
 
     def _remove_socket_file(self) -> None:
         """Only the file this listener made: a successor may have put its own there."""

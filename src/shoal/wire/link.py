@@ -18,6 +18,7 @@ from shoal.wire.messages import Members, Register, Report, Role
 REPORT_S = 0.5
 RECONNECT_S = 1.0  # longest pause between two tries; drawn by chance, so that a fleet does not return in one moment
 _FIRST_PAUSE_S = 0.1
+_SILENCE_S = 10.0  # gateways hear from the controller every 2 s; one that is silent may have stopped
 _TOGETHER_S = 3.0
 
 log = logging.getLogger("shoal.wire")
@@ -95,7 +96,8 @@ class ControlLink:
             self._last_trouble = ""
             log.info("control.connected", {"controller": self._address})
             while True:
-                message = await connection.receive()
+                async with asyncio.timeout(None if self._on_members is None else _SILENCE_S):
+                    message = await connection.receive()
                 if isinstance(message, Members) and self._on_members is not None:
                     self._on_members(message)
         finally:

@@ -64,7 +64,7 @@ class Service:
 
 
 def run(config: ServiceConfig, config_yaml: str, *, on_ready: Callable[[Service], None] = lambda service: None) -> int:
-    """Serves until SIGINT or SIGTERM. Exit status: 0 after a signal, 1 where the start failed.
+    """Serves until SIGINT, SIGTERM or SIGHUP. Exit status: 0 after a signal, 1 where the start failed.
 
     `config_yaml` is the same configuration as text, for the children. `on_ready` is called once.
     """
@@ -132,7 +132,7 @@ class _Supervisor:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
         self._say("shoal", f"starting controller, {self._replicas} engine(s) and gateway")
         lives = [asyncio.create_task(child.run()) for child in self._children]
