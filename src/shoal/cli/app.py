@@ -61,6 +61,12 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("SHOAL_DEBUG"):
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        typer.echo(f"shoal: {message}", err=True)
+        typer.echo(f"shoal: {_one_line(error)}", err=True)
         sys.exit(1)
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without its number
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(text.split()) or type(error).__name__

@@ -84,7 +84,10 @@ def generate(
     with ExitStack() as files:
         source = _open(files, "--input", input, "rb")
         sink = _open(files, "--output", output, "wb")
-        num_failed = _run(values, source, sink, {"text": False, "jsonl": True}.get(format), params)
+        try:
+            num_failed = _run(values, source, sink, {"text": False, "jsonl": True}.get(format), params)
+        except KeyboardInterrupt:  # what was answered is written; the step thread may be inside a kernel, and the
+            os._exit(130)  # interpreter's orderly end would crash under it
     if num_failed:
         raise typer.Exit(1)
 

@@ -39,6 +39,8 @@ def fetch(model: str) -> Path:
                 tasks[progress.stage] = bars.add_task(f"{STAGES[progress.stage]} {model}", total=None)
                 if not console.is_terminal:
                     typer.echo(f"{STAGES[progress.stage]} {model}", err=True)
-            bars.update(tasks[progress.stage], completed=progress.done_bytes, total=progress.total_bytes or None)
+            task = bars.tasks[tasks[progress.stage]]
+            done = max(task.completed, progress.done_bytes)  # pip moves files about
+            bars.update(task.id, completed=done, total=progress.total_bytes or None)
 
         return models.pull(model, show)

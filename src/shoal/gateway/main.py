@@ -196,9 +196,9 @@ def _bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except OSError:
+    except OSError as e:
         sock.close()
-        raise
+        raise OSError(e.errno, f"{e.strerror}: {host}:{port}") from None
     return sock
 
 
