@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_the_same_seed_gives_the_same_answers(model):
     assert first["text"] == again["text"]
 
 
-def test_an_answer_is_written_while_the_next_prompt_has_not_come(model):
+def test_an_answer_is_written_while_the_next_prompt_has_not_come_and_ctrl_c_ends_it(model):
     command = [sys.executable, "-m", "shoal.cli", "generate", "--model", model, *SMALL, "--max-tokens", "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -83,8 +84,8 @@ def test_an_answer_is_written_while_the_next_prompt_has_not_come(model):
                 process.stdin.write(b"tell me\n")
                 process.stdin.flush()
                 assert json.loads(process.stdout.readline())["line"] == number
-            process.stdin.close()
-            assert process.wait(30) == 0
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
         finally:
             process.kill()
 

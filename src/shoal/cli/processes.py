@@ -31,7 +31,10 @@ def engine(
     controller: Controller = "",
     settings: dict[str, Any],
 ) -> None:
-    """Start one engine: tokens in, tokens out."""
+    """Start one engine: tokens in, tokens out.
+
+    The processes of one service share a secret, in the environment variable SHOAL_SECRET.
+    """
     values = resolve(config, settings, model)
     from shoal import models
     from shoal.engine import main
@@ -56,7 +59,11 @@ def gateway(
     engine: Engines = None,
     settings: dict[str, Any],
 ) -> None:
-    """Start one gateway: the OpenAI-compatible API."""
+    """Start one gateway: the OpenAI-compatible API.
+
+    The processes of one service share a secret, in the environment variable SHOAL_SECRET. Keys that clients must show
+    are in SHOAL_API_KEY, with commas between them.
+    """
     values = resolve(config, settings, model)
     from shoal import models
     from shoal.gateway import main
@@ -79,7 +86,10 @@ def controller(
     listen: Listen = "tcp:127.0.0.1:8002",
     settings: dict[str, Any],
 ) -> None:
-    """Start the controller: who is there, who can take work."""
+    """Start the controller: who is there, who can take work.
+
+    The processes of one service share a secret, in the environment variable SHOAL_SECRET.
+    """
     values = resolve(config, settings)
     from shoal.controller import main
 
