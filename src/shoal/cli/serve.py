@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         help="a known name, a model folder, or a Hugging Face hub id  [default: smollm2-135m]",
         show_default=False,
     ),
