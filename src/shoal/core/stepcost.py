@@ -5,7 +5,7 @@
 The learner is a Kalman filter over the coefficients with a random walk (Jazwinski, Stochastic Processes and Filtering
 Theory, 1970, ch. 7), with errors taken relative to the step, so that a decode of 5 ms counts as much as a prompt of
 500 ms, and three guards:
-  robust       an error beyond CLIP typical errors is cut and believed less (Huber's weight)
+  robust       the further an error lies beyond CLIP typical errors, the less it is believed (Huber's weight)
   bounded      uncertainty grows again where steps tell nothing, but never beyond what it was at the start
   non-negative a coefficient that would fall below zero stays at zero
 """
@@ -69,8 +69,8 @@ class StepCost:
         error = (measured_ns - predicted) * scale  # in (-1, 1)
         limit = _CLIP * self._error
         weight = 1.0 if abs(error) <= limit else limit / abs(error)
-        error *= weight
-        self._error = min(_ERROR_MAX, max(_ERROR_MIN, 0.95 * self._error + 0.05 * 1.25 * abs(error)))
+        usual = 0.95 * self._error + 0.05 * 1.25 * weight * abs(error)
+        self._error = min(_ERROR_MAX, max(_ERROR_MIN, usual))
 
         x = [value * scale / unit for value, unit in zip(features, _UNITS, strict=True)]
         rows = self._covariance
