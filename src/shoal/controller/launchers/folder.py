@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_PREFIX = "shoal-run-"
+_NEW, _PREFIX = "shoal-new-", "shoal-run-"  # it gets the second name once it is locked
 _LOCK = "lock"
 
 
@@ -21,9 +21,10 @@ _LOCK = "lock"
 def runtime_folder() -> Iterator[Path]:
     """Mode 0700, an unpredictable name, locked for as long as this process lives."""
     _remove_abandoned(Path(tempfile.gettempdir()))
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    new = Path(tempfile.mkdtemp(prefix=_NEW))
+    lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    path = new.rename(new.with_name(new.name.replace(_NEW, _PREFIX)))
     try:
         yield path
     finally:
@@ -32,7 +33,7 @@ def runtime_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Folders of this user whose lock nobody holds. One without a lock is just being made, and stays."""
+    """Folders of this user whose lock nobody holds."""
     for path in parent.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):
             if path.is_symlink() or path.stat().st_uid != os.getuid():
