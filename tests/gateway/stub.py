@@ -22,7 +22,8 @@ from shoal.gateway.main import Gateway
 from shoal.gateway.prompts import Prompts
 from shoal.gateway.text.template import ChatTemplate
 from shoal.gateway.text.tokenizer import Tokenizer
-from shoal.wire.connection import Connection, ConnectionClosed, Listener, listen
+from shoal.wire.connection import Connection, ConnectionClosed
+from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import Abort, Ending, EngineInfo, Frame, KeepAlive, Message, Refusing, Submit, Update
 
 SECRET = b"a secret of the tests"

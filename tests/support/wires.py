@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from shoal.core.plan import View
-from shoal.wire.connection import Connection, ConnectionClosed, Listener, dial, listen
+from shoal.wire.connection import Connection, ConnectionClosed, dial
+from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import Hello, Message, Role
 
 SECRET = b"a secret of the tests"

@@ -16,7 +16,8 @@ from shoal.core.plan import Logprobs
 from shoal.core.request import Finish, Refusal, RequestSpec, Sampling
 from shoal.wire import codec
 from shoal.wire.codec import BadFrame, FrameReader
-from shoal.wire.connection import STRANGER_FRAME_BYTES, Cause, Connection
+from shoal.wire.connection import Cause, Connection
+from shoal.wire.listener import STRANGER_FRAME_BYTES
 from shoal.wire.messages import (
     MAX_FRAME_BYTES,
     Abort,

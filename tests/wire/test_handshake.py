@@ -8,9 +8,10 @@ import stat
 import msgspec
 import pytest
 
-from shoal.wire import connection as wire
 from shoal.wire import handshake
-from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial, listen
+from shoal.wire import listener as listening_side
+from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial
+from shoal.wire.listener import listen
 from shoal.wire.messages import PROTOCOL, Challenge, EngineInfo, Hello, KeepAlive, Role, Welcome
 from tests.support.processes import socket_folder
 from tests.support.wires import SECRET, connect, frame, listening, raw, read_frame, swallow, until
@@ -108,7 +109,7 @@ async def test_other_messages_before_the_hello_end_the_connection() -> None:
 
 
 async def test_a_stranger_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(listening_side, "HANDSHAKE_S", 0.05)
     async with listening(swallow) as listener:
         reader, writer = await raw(listener.address)
         await read_frame(reader)
@@ -136,7 +137,7 @@ async def test_an_authenticated_dialler_can_be_turned_away() -> None:
 
 
 async def test_only_so_many_handshakes_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(listening_side, "MAX_STRANGERS", 2)
     async with listening(swallow) as listener:
         strangers = [await raw(listener.address) for _ in range(2)]
         for reader, _ in strangers:

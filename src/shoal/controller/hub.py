@@ -8,7 +8,8 @@ import time
 
 from shoal.controller.registry import Registry
 from shoal.fleet import health
-from shoal.wire.connection import Cause, Connection, Listener, listen
+from shoal.wire.connection import Cause, Connection
+from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import Hello, Members, Message, Register, Report, Role
 
 PUSH_S = 2.0  # longest time between two lists, also when nothing changed

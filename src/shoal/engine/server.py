@@ -15,7 +15,8 @@ from shoal.core.request import Refusal
 from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.sessions import Pulse, Session
 from shoal.fleet import health
-from shoal.wire.connection import Cause, Connection, Listener, listen
+from shoal.wire.connection import Cause, Connection
+from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import (
     Abort,
     Costs,
