@@ -53,7 +53,7 @@ def test_api_03_d_stream_options_need_a_stream(small: Service) -> None:
 
 # -- API-07 ------------------------------------------------------------------------------------------------------------
 
-REFUSED = {
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "a": ("/v1/completions", {"prompt": ""}),
     "b": ("/v1/completions", {"prompt": []}),
     "c": ("/v1/completions", {"prompt": ["", ""]}),
@@ -107,7 +107,7 @@ def test_api_07_g_a_prompt_is_echoed_before_its_continuation(small: Service) -> 
 
 # -- API-10: an explicit max_tokens must fit the window; without one, whatever fits is generated -----------------------
 
-LENGTHS = {
+LENGTHS: dict[str, tuple[int, dict[str, Any], str | None]] = {
     "a": (100, {"max_tokens": 28}, None),
     "b": (100, {"max_tokens": 29}, "context_length_exceeded"),
     "c": (100, {"max_tokens": 100_000_000}, "context_length_exceeded"),

@@ -78,16 +78,29 @@ def decode(body: bytes, schema: type[T]) -> T:
 
 
 # A string, closed or cut off by the end. Possessive: a hostile body costs one pass, not one per quotation mark.
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_PIECE = re.compile(rb'(?:[^"]++|%s){1,4096}+' % _STRING, re.DOTALL)  # ends outside of strings
 _BRACKETS = b"[]{}"
 _OTHER = bytes(set(range(256)) - set(_BRACKETS))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_SLICE = 1 << 16
 
 
 def depth(body: bytes) -> int:
-    """The deepest nesting of arrays and objects. Linear in the body's length."""
-    brackets = _STRING.sub(b"", body).translate(None, _OTHER)
-    return max(accumulate(map(_STEP.__getitem__, brackets), initial=0))
+    """The deepest nesting of arrays and objects; beyond MAX_DEPTH any number above it. Linear in the body's length.
+
+    In pieces, so that other threads get their turn: each call into C is short.
+    """
+    level = deepest = 0
+    for piece in _PIECE.finditer(body):
+        brackets = _STRINGS.sub(b"", piece[0]).translate(None, _OTHER)
+        for start in range(0, len(brackets), _SLICE):
+            levels = list(accumulate(map(_STEP.__getitem__, brackets[start : start + _SLICE]), initial=level))
+            level, deepest = levels[-1], max(deepest, *levels)
+            if deepest > MAX_DEPTH:
+                return deepest
+    return deepest
 
 
 _AT = re.compile(r" - at (?:`key` in )?`\$(?:\.(?P<path>[^`]*))?[^`]*`$")

@@ -21,6 +21,9 @@ LINGER_S = 5.0  # a body that was refused unread is drained for so long, then th
 SLOW_READER_S = 10.0  # a client that takes no bytes for so long is cut
 PROBE_S = (0.005, 0.2)  # pauses between probes: the first, doubling up to the last
 
+_HEADERS_TOO_LARGE = ApiError(Reason.HEADERS_TOO_LARGE, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+_BAD_HTTP = ApiError(Reason.BAD_HTTP, "the request is not valid HTTP")
+
 
 class HttpProtocol(HttpToolsProtocol):
     max_connections = 4096
@@ -29,9 +32,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._in_head = True
-        self._head_bytes = 0
-        self._refusal = ApiError(Reason.BAD_HTTP, "the request is not valid HTTP")
+        self._begin_head()
+        self._refusal = _BAD_HTTP
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._arm("head", HEAD_S, self.transport.close)
         if len(self.connections) > self.max_connections:
@@ -55,8 +57,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
+        self._begin_head()
+        self._arm("head", HEAD_S, self.transport.close)
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url), parsing=True)
@@ -82,13 +84,16 @@ class HttpProtocol(HttpToolsProtocol):
             if self.cycle.more_body:
                 self._arm("linger", LINGER_S, self.transport.close)
             else:
-                self._in_head = True
-                self._head_bytes = 0
+                self._begin_head()
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
 
     def _count_head(self, num_bytes: int, parsing: bool = False) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._refusal = ApiError(Reason.HEADERS_TOO_LARGE, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+            self._refusal = _HEADERS_TOO_LARGE
             if parsing:
                 raise ValueError("too large")  # the parser stops and `send_400_response` is called
 
