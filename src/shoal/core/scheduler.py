@@ -122,7 +122,7 @@ class Scheduler:
         if full:
             self._serve_first(decodes[num_fit])
             del decodes[num_fit:]
-        ready, short = self._find_blocks(decodes)
+        ready = self._find_blocks(decodes)
         room.take_decodes(ready)
 
         step = self._step + 1
@@ -131,8 +131,7 @@ class Scheduler:
         admits: list[Admit] = []
         if not full:
             self._catch_up(behind, room, step, chunks)
-            if not short:
-                self._admit(room, step, admits, chunks, most=1 if yielded else self._max_running)
+            self._admit(room, step, admits, chunks, most=1 if yielded else self._max_running)
         if not slices and not chunks:
             return None
         slices += [part for _, part in chunks]
@@ -244,22 +243,20 @@ class Scheduler:
             self._preempt(victim)
         return bool(chosen)
 
-    def _find_blocks(self, decodes: list[Request]) -> tuple[list[Request], bool]:
-        """Those of `decodes` that have a block for their token, and whether blocks were short. Then the others are
-        preempted, or must leave this step out since blocks come back with a step in flight."""
+    def _find_blocks(self, decodes: list[Request]) -> list[Request]:
+        """Those of `decodes` that have a block for their token. Where blocks are short, others are preempted, or left
+        out of this step since blocks will come back with a step in flight."""
         growing = [request for request in decodes if request.scheduled == request.capacity]
         if len(growing) <= self._tables.pool.num_available:
-            return decodes, False
+            return decodes
         running = self._running.values()
         for victim in victims.for_growth(
             growing, running, self._tables.num_coming(running), self._tables.pool.num_sole
         ):
             self._preempt(victim)
-        growing = [request for request in growing if request.state is State.RUNNING]
-        growing.sort(key=_order)
+        growing = sorted([request for request in growing if request.state is State.RUNNING], key=_order)
         left_out = growing[self._tables.pool.num_available :]
-        running_now = [request for request in decodes if request.state is State.RUNNING]
-        return [request for request in running_now if request not in left_out], True
+        return [each for each in decodes if each.state is State.RUNNING and each not in left_out]
 
     def _preempt(self, request: Request) -> None:
         """Back to the line. Its tokens stay, those of steps in flight included; its KV is computed again."""
@@ -303,7 +300,7 @@ class Scheduler:
             if request.state is running:
                 request.computed = computed = request.computed + 1
                 if not computed % size:
-                    self._tables.filled(request)
+                    self._tables.filled_later(request)
         for request, part in flight.chunks:
             if result.prompt_logprobs and request.state is not State.FINISHED:
                 self._score(request, part, result.prompt_logprobs.get(request.id), events)

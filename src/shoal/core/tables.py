@@ -6,12 +6,13 @@ runner may still write into them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from shoal.core.kv.blocks import BlockPool
 from shoal.core.kv.prefix import PrefixIndex
 from shoal.core.limits import Limits
-from shoal.core.request import Request
+from shoal.core.request import Request, State
 
 
 class BlockTables:
@@ -21,6 +22,7 @@ class BlockTables:
         self.index = PrefixIndex(limits.block_tokens)
         self.pool = BlockPool(limits.num_blocks, self.index)
         self._held: dict[int, list[list[int]]] = {}  # step -> tables to release when it has returned
+        self._unfound: deque[Request] = deque()  # have filled blocks that are not in the index yet
         self.num_queried = 0  # tokens looked up in the prefix index at admissions
         self.num_hit = 0  # tokens found
 
@@ -55,12 +57,19 @@ class BlockTables:
         return tuple(blocks)
 
     def filled(self, request: Request) -> None:
-        """`request.computed` has grown: full blocks can be found from now on."""
+        """`request.computed` has grown: its full blocks can be found from now on."""
         if self._caching:
             self.index.extend(request.chain, request.tokens, request.blocks, request.computed // self._size)
 
+    def filled_later(self, request: Request) -> None:
+        """The same for one block of output, which nobody waits for: done by `step_returned`, some in each step, so that
+        a step in which all requests fill a block at once takes no longer than another."""
+        if self._caching:
+            self._unfound.append(request)
+
     def leave(self, request: Request, returned: int) -> None:
         """The request leaves the batch; `returned` is the newest step that came back."""
+        self.filled(request)
         if request.last_step > returned:
             self._held.setdefault(request.last_step, []).append(request.blocks)
         else:
@@ -71,6 +80,11 @@ class BlockTables:
     def step_returned(self, step: int) -> None:
         for table in self._held.pop(step, ()):
             self.pool.release(table)
+        waiting = self._unfound
+        for _ in range(min(len(waiting), max(32, len(waiting) // 8))):
+            request = waiting.popleft()
+            if request.state is State.RUNNING:  # who left meanwhile did it then
+                self.filled(request)
 
     def num_coming(self, running: Iterable[Request]) -> int:
         """Blocks that are available now, or will be without anyone's help as soon as the steps in flight return."""

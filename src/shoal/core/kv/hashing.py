@@ -11,9 +11,10 @@ functions and no others. An empty salt is no salt, and an empty adapter no adapt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from struct import pack
+from struct import Struct, pack
 
 KEY_BYTES = 16
 _SCHEMA = 1
@@ -32,10 +33,15 @@ def scope_key(root: bytes, salt: str = "", adapter: str = "", adapter_version: i
 def block_key(parent: bytes, tokens: Sequence[int], media: Media = ()) -> bytes:
     """`parent`: key of the block before, or the scope's key. Token ids are in [0, 2**32)."""
     count = len(tokens)
-    data = pack(f"<5sB{len(parent)}sI{count}I", b"block", len(parent), parent, count, *tokens)
+    data = _packer(len(parent), count)(b"block", len(parent), parent, count, *tokens)
     if media:
         data += _encode([field for item in media for field in item])
     return blake2b(data, digest_size=KEY_BYTES).digest()
+
+
+@lru_cache(maxsize=64)
+def _packer(parent_bytes: int, num_tokens: int) -> Callable[..., bytes]:
+    return Struct(f"<5sB{parent_bytes}sI{num_tokens}I").pack
 
 
 def chain(scope: bytes, tokens: Sequence[int], block_tokens: int) -> tuple[bytes, ...]:

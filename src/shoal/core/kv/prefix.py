@@ -97,17 +97,18 @@ class PrefixIndex:
 
     def extend(self, chain: Chain, tokens: list[int], blocks: list[int], num_filled: int) -> None:
         """Enters the owner's blocks [chain.num_entries, num_filled), whose KV is there."""
-        size = self._block_tokens
-        while chain.num_entries < num_filled and not chain.closed:
-            index = chain.num_entries
+        if chain.closed:
+            return
+        size, by_key, tail = self._block_tokens, self._by_key, chain.tail
+        for index in range(chain.num_entries, num_filled):
             block_tokens = tuple(tokens[index * size : (index + 1) * size])
             key = chain.key(index, block_tokens)
-            if key in self._by_key:
+            if key in by_key:
                 chain.closed = True  # computed twice at the same time, or a collision
                 return
-            entry = Entry(key, chain.tail, block_tokens, blocks[index])
-            self._by_key[key] = self._by_block[entry.block] = entry
-            chain.tail = entry
+            tail = Entry(key, tail, block_tokens, blocks[index])
+            by_key[key] = self._by_block[tail.block] = tail
+            chain.tail = tail
             chain.num_entries = index + 1
 
     def remove(self, entry: Entry) -> None:
