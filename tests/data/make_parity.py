@@ -12,9 +12,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from tests.support.default_model import default_model
+from tests.support.reference import greedy, load_reference
 
 PATH = Path(__file__).with_name("parity_prompts.jsonl")
 MIN_MARGIN = 0.001
@@ -51,7 +50,7 @@ CODE = [
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "function add(a, b) {\n  return a + b;\n}\n\nfunction multiply(a, b) {\n",
     '{"name": "shoal", "version": "0.1.0", "description": "',
-    "fn main() {\n    let numbers = vec![1, 2, 3];\n    for n in &numbers {\n",
+    'fn main() {\n    let names = vec!["a", "b"];\n    for name in names.iter() {\n        println!(',
     "<html>\n<head>\n<title>Hello</title>\n</head>\n<body>\n<h1>",
 ]
 EMOJI = [
@@ -88,45 +87,34 @@ def long_texts() -> Iterator[str]:
     yield "".join(
         f"Chapter {n}. {names[n % 5]} met {names[(n * 2 + 1) % 5]} at the harbour, and they spoke about the {thing} "
         f"that had been lost {n + 2} years ago. Nobody knew where it was now.\n"
-        for n, thing in enumerate(["boat", "map", "letter", "ring", "song", "key", "lamp", "book", "clock"] * 4, 1)
+        for n, thing in enumerate(
+            (["boat", "map", "letter", "ring", "song", "key", "lamp", "book", "clock"] * 5)[:41], 1
+        )
     )
 
 
-def reference(model: torch.nn.Module, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens, and each one's margin over the second best."""
-    tokens: list[int] = []
-    margins: list[float] = []
-    with torch.inference_mode():
-        known, cache = torch.tensor([prompt]), None
-        for _ in range(max_tokens):
-            out = model(known, past_key_values=cache, use_cache=True)
-            best, second = out.logits[0, -1].topk(2).values.tolist()
-            margins.append(best - second)
-            tokens.append(int(out.logits[0, -1].argmax()))
-            known, cache = torch.tensor([[tokens[-1]]]), out.past_key_values
-    return tokens, margins
-
-
 def main() -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     folder = default_model()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_reference(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     short = [*ENGLISH, *CHINESE, *CODE, *EMOJI, *CHAT]
     rows = []
     for index, text in enumerate([*short, *long_texts()]):
         prompt = tokenizer(text, add_special_tokens=False).input_ids
-        tokens, margins = reference(model, prompt, 24 if index % 8 == 0 else 8)
+        tokens, margins = greedy(model, prompt, 24 if index % 8 == 0 else 8)
         sure = next((n for n, margin in enumerate(margins) if margin < MIN_MARGIN), len(margins))
         if sure < MIN_TOKENS:
             raise SystemExit(f"{text[:40]!r}: margin {margins[sure]:.5f} at token {sure}: choose another prompt")
-        rows.append({
-            "text": text,
-            "num_prompt_tokens": len(prompt),
-            "tokens": tokens[:sure],
-            "min_margin": round(min(margins[:sure]), 5),
-        })
+        rows.append(
+            {
+                "text": text,
+                "num_prompt_tokens": len(prompt),
+                "tokens": tokens[:sure],
+                "min_margin": round(min(margins[:sure]), 5),
+            }
+        )
         print(len(prompt), sure, rows[-1]["min_margin"], repr(tokenizer.decode(tokens[:sure])))
     lines = [json.dumps(row, ensure_ascii=False) for row in sorted(rows, key=lambda row: row["num_prompt_tokens"])]
     PATH.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.core.limits import Limits
 from shoal.core.plan import Accepted, Ended, Logprobs, Preempted, PromptScored, StepPlan, Token
@@ -25,7 +26,9 @@ class Outcome:
     ended: Ended | None = None
 
 
-def make_scheduler(runner: Runner, **limits: int | bool) -> Scheduler:
+def make_scheduler(runner: Any, **limits: int | bool) -> Scheduler:
+    """For a runner that no other scheduler drives from now on."""
+    runner.forget_all()
     settings = {
         "num_blocks": runner.num_blocks,
         "block_tokens": runner.block_tokens,

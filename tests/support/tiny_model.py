@@ -94,20 +94,27 @@ def _weights(settings: dict[str, Any], architecture: str, seed: int) -> dict[str
         table[NUM_TOKENS:] = 0  # ids that the tokenizer does not know: unlikely, as in real checkpoints
         return table
 
+    def bias(name: str, rows: int, *, of: bool) -> None:
+        if of:
+            weights[f"{name}.bias"] = (0.3 * rng.standard_normal(rows)).astype(np.float32)
+
+    attention_bias, mlp_bias = bool(settings.get("attention_bias")), bool(settings.get("mlp_bias"))
     weights = {"model.embed_tokens.weight": vocabulary()}
     for layer in range(settings["num_hidden_layers"]):
         at, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             weights[f"{at}.{name}_proj.weight"] = matrix(rows, hidden, gain=1.5)
-            if architecture == "qwen2":
-                weights[f"{at}.{name}_proj.bias"] = (0.3 * rng.standard_normal(rows)).astype(np.float32)
+            bias(f"{at}.{name}_proj", rows, of=attention_bias or architecture == "qwen2")
         if architecture == "qwen3":
             weights[f"{at}.q_norm.weight"] = near_one(dim)
             weights[f"{at}.k_norm.weight"] = near_one(dim)
         weights[f"{at}.o_proj.weight"] = matrix(hidden, heads, gain=3.0)
+        bias(f"{at}.o_proj", hidden, of=attention_bias)
         weights[f"{mlp}.gate_proj.weight"] = matrix(inner, hidden, gain=1.5)
         weights[f"{mlp}.up_proj.weight"] = matrix(inner, hidden, gain=1.5)
         weights[f"{mlp}.down_proj.weight"] = matrix(hidden, inner, gain=3.0)
+        for name, rows in (("gate", inner), ("up", inner), ("down", hidden)):
+            bias(f"{mlp}.{name}_proj", rows, of=mlp_bias)
         weights[f"model.layers.{layer}.input_layernorm.weight"] = near_one(hidden)
         weights[f"model.layers.{layer}.post_attention_layernorm.weight"] = near_one(hidden)
     weights["model.norm.weight"] = near_one(hidden)

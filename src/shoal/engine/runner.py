@@ -130,8 +130,13 @@ class Runner:
             if plan.step > 1:  # the first pays for what is set up once
                 cost.update(features, busy_ns)
                 measured.append((features, busy_ns))
-        self.compute(StepPlan(0, list(self._table.rows), [], [], 0, 0))
+        self.forget_all()
         return measured
+
+    def forget_all(self) -> None:
+        """Leaves nothing of earlier requests, as a new scheduler expects it. Nothing may be in flight."""
+        assert not self._launched
+        self.compute(StepPlan(0, list(self._table.rows), [], [], 0, 0))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

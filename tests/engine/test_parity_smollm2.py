@@ -1,0 +1,110 @@
+"""The default model answers as transformers does, token for token in float32, however the scheduler cuts the work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from shoal.core.request import RequestSpec, Sampling
+from shoal.engine.loop import Runner
+from tests.support.default_model import default_model
+from tests.support.drive import make_scheduler, run_requests
+
+pytestmark = pytest.mark.torch
+
+MIN_MARGIN = 0.001
+PATH = Path(__file__).parent.parent / "data" / "parity_prompts.jsonl"  # made by tests/data/make_parity.py
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    prompt: tuple[int, ...]
+    answer: list[int]
+
+    def spec(self, name: str) -> RequestSpec:
+        return RequestSpec(id=name, prompt=self.prompt, max_tokens=len(self.answer), sampling=Sampling(temperature=0))
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    tokenizer = Tokenizer.from_file(str(default_model() / "tokenizer.json"))
+    rows = [json.loads(line) for line in PATH.read_text(encoding="utf-8").splitlines()]
+    made = [Case(tuple(tokenizer.encode(row["text"], add_special_tokens=False).ids), row["tokens"]) for row in rows]
+    assert [len(case.prompt) for case in made] == [row["num_prompt_tokens"] for row in rows]
+    assert min(row["min_margin"] for row in rows) >= MIN_MARGIN
+    return made
+
+
+def shorter(cases: list[Case], num_tokens: int) -> list[Case]:
+    return [case for case in cases if len(case.prompt) <= num_tokens]
+
+
+def assert_parity(runner: Runner, cases: list[Case], **limits: int | bool) -> int:
+    """Runs all together; returns how often a request was preempted."""
+    specs = [case.spec(str(index)) for index, case in enumerate(cases)]
+    outcomes = run_requests(runner, make_scheduler(runner, **limits), specs)
+    wrong = {name: outcome.tokens for name, outcome in outcomes.items() if outcome.tokens != cases[int(name)].answer}
+    assert not wrong, {name: (tokens, cases[int(name)].answer) for name, tokens in wrong.items()}
+    return sum(outcome.preemptions for outcome in outcomes.values())
+
+
+def test_the_prompts_are_many_and_of_every_length(cases: list[Case]) -> None:
+    lengths = sorted(len(case.prompt) for case in cases)
+    assert len(cases) >= 40
+    assert lengths[0] == 1 and 1400 <= lengths[-1] <= 1500
+    assert len([n for n in lengths if n > 100]) >= 6
+
+
+def test_each_prompt_alone(smollm2: Runner, cases: list[Case]) -> None:
+    for index, case in enumerate(cases):
+        start = (
+            case if index % 8 == 0 else Case(case.prompt, case.answer[:4])
+        )  # a step of one row costs as much as of ten
+        assert_parity(smollm2, [start], prefix_caching=False)
+
+
+def test_all_prompts_together(smollm2: Runner, cases: list[Case]) -> None:
+    assert_parity(smollm2, cases, prefix_caching=False)
+
+
+@pytest.mark.parametrize(("chunk", "longest"), [(7, 100), (61, 400), (333, 1500)])
+def test_prompts_cut_into_odd_chunks(smollm2: Runner, cases: list[Case], chunk: int, longest: int) -> None:
+    some = shorter(cases, longest)
+    assert len(some) >= 30 and max(len(case.prompt) for case in some) > chunk
+    assert_parity(smollm2, some, max_prefill_chunk=chunk, prefix_caching=False)
+
+
+def test_prompts_whose_beginning_is_cached(smollm2: Runner, cases: list[Case]) -> None:
+    some = [case for case in shorter(cases, 400) if len(case.prompt) > 16]
+    scheduler = make_scheduler(smollm2)
+    run_requests(smollm2, scheduler, [case.spec(f"first {index}") for index, case in enumerate(some)])
+    again = run_requests(smollm2, scheduler, [case.spec(str(index)) for index, case in enumerate(some)])
+    for index, case in enumerate(some):
+        outcome = again[str(index)]
+        assert outcome.ended is not None and outcome.ended.cached_tokens == (len(case.prompt) - 1) // 16 * 16
+        assert outcome.tokens == case.answer
+
+
+def test_requests_that_are_preempted(smollm2: Runner, cases: list[Case]) -> None:
+    some = [case for case in shorter(cases, 64) if len(case.prompt) % 16 > 8]  # these soon need one more block
+    blocks = max(4, sum(-(-len(case.prompt) // 16) for case in some) // 2)
+    assert len(some) >= 10
+    assert assert_parity(smollm2, some, num_blocks=blocks, prefix_caching=False) > 0
+
+
+def test_two_steps_in_flight(smollm2: Runner, cases: list[Case]) -> None:
+    assert_parity(smollm2, shorter(cases, 64), max_steps_in_flight=2, max_prefill_chunk=13, prefix_caching=False)
+
+
+def test_the_recorded_answers_are_still_those_of_transformers(cases: list[Case]) -> None:
+    from tests.support.reference import greedy, load_reference
+
+    model = load_reference(default_model())
+    for case in shorter(cases, 64)[::8]:
+        tokens, margins = greedy(model, list(case.prompt), len(case.answer))
+        assert tokens == case.answer
+        assert min(margins) >= MIN_MARGIN / 2
