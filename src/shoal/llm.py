@@ -37,6 +37,7 @@ from shoal.offline import (
     Answer,
     Choice,
     Delta,
+    EngineError,
     Messages,
     Output,
     Prompt,
@@ -56,10 +57,6 @@ CLOSE_S = 10.0
 _SESSION = 0
 
 Inbox = queue.SimpleQueue[Update | Refusing]
-
-
-class EngineError(RuntimeError):
-    """The engine failed; nothing more can be asked of this object."""
 
 
 class LLM:
@@ -93,7 +90,8 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Output]:
         """Continue each prompt (text, or token ids); outputs in the order of the prompts.
 
-        Raises RequestError for the first prompt that cannot be answered, and gives the others up.
+        Raises RequestError for the first prompt that cannot be answered, and gives the others up; EngineError where
+        the engine fails.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         return self._all([prompts] if one else prompts, params)

@@ -27,6 +27,10 @@ class RequestError(ValueError):
     """This request cannot be answered; the message names the field and the limit."""
 
 
+class EngineError(RuntimeError):
+    """The engine failed; nothing more can be asked of it."""
+
+
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +153,7 @@ class Answer:
         return [f"{self.id}.{choice.choice}" for choice in self._growing if choice.finish is None]
 
     def take(self, message: Update | Refusing) -> list[Delta]:
+        """What the engine's next word on this request adds. Raises EngineError where it is the last of a failure."""
         number = int(message.id.partition(".")[2])
         choice = self._growing[number]
         self.unwanted = []
@@ -159,8 +164,7 @@ class Answer:
             return []
         ending = message.ending
         if ending is not None and ending.reason not in (Finish.STOP, Finish.LENGTH):
-            self._fail(ending.message or f"the engine ended it: {ending.reason}")
-            return []
+            raise EngineError(ending.message or f"the engine ended a request: {ending.reason}")
         silent = ending is not None and ending.stop_token is not None and not self._include_stop
         before = choice.num_tokens
         pieces = [choice.feed(message.tokens, message.logprobs, int(silent))]

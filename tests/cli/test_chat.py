@@ -94,7 +94,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def wait_for(self, text: str, limit_s: float = 30) -> None:
+    def wait_for(self, text: str, limit_s: float = 60) -> None:
         """Reads on until `text` has come; what comes up to it is used up."""
         end = time.monotonic() + limit_s
         while text not in self._seen:
@@ -104,7 +104,7 @@ class Terminal:
             self._seen += os.read(self._fd, 4096).decode()
         self._seen = self._seen.split(text, 1)[1]
 
-    def ends(self, limit_s: float = 30) -> int:
+    def ends(self, limit_s: float = 60) -> int:
         return self._process.wait(limit_s)
 
 

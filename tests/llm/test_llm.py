@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.config import ConfigError
-from shoal.llm import LLM, Request, RequestError, SamplingParams
+from shoal.llm import LLM, EngineError, Request, RequestError, SamplingParams
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.torch
@@ -192,6 +192,20 @@ def test_an_unknown_engine_option_names_the_nearest(folder):
 def test_a_model_that_cannot_be_loaded_is_an_exception_here(folder):
     with pytest.raises(ValueError, match="max_model_len is 4096"):
         LLM(str(folder), max_model_len=4096)
+
+
+def test_a_failure_of_the_engine_is_an_error_of_its_own_and_ends_it(folder, monkeypatch):
+    with LLM(str(folder), dtype="float32", kv_cache_bytes=1 << 20) as llm:
+
+        def fail() -> None:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(llm._steps._runner, "collect", fail)
+        with pytest.raises(EngineError, match="the engine failed: RuntimeError"):
+            llm.generate(["a", "b"], GREEDY)
+        llm._thread.join(10)
+        with pytest.raises(EngineError, match="the engine has stopped"):
+            llm.generate("a", GREEDY)
 
 
 def test_the_example_runs(folder, capsys, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from typing import Annotated, Any
@@ -26,6 +25,8 @@ def chat(
     ] = None,
 ) -> None:
     """Talk to a running service. Ctrl-C stops an answer, Ctrl-D leaves. Reads lines from a pipe, too."""
+    import asyncio
+
     options = {"max_tokens": max_tokens, "temperature": temperature}
     conversation = Conversation(url, model or asyncio.run(_first_model(url)), system, options)
     if sys.stdin.isatty():
@@ -45,6 +46,8 @@ class Conversation:
 
     def turn(self, text: str) -> None:
         """One question and its answer, written as it comes. An interrupted answer stays in the conversation."""
+        import asyncio
+
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
         try:

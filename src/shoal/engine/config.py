@@ -24,7 +24,11 @@ class EngineConfig:
     ] = 2048
     max_prefill_chunk: Annotated[
         int,
-        Meta(ge=0, extra_json_schema={"unit": "tokens"}, description="most new tokens of one request in a step; 0: no cap"),
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "tokens"},
+            description="most new tokens of one request in a step; 0: no cap",
+        ),
     ] = 512
     max_step_ms: Annotated[
         int, Meta(ge=1, le=60_000, extra_json_schema={"unit": "ms"}, description="no step is planned longer than this")
@@ -45,8 +49,12 @@ class EngineConfig:
             description="size of the KV pool; 0: on a GPU from gpu_memory_utilization, on a CPU min(2 GB, 25 % of memory)",
         ),
     ] = 0
-    threads: Annotated[int, Meta(ge=0, description="CPU threads for tensor work; 0: the cores that are really there")] = 0
+    threads: Annotated[
+        int, Meta(ge=0, description="CPU threads for tensor work; 0: the cores that are really there")
+    ] = 0
     steps_in_flight: Annotated[
         int, Meta(ge=1, le=8, description="plans made before the first result returns; 1 where the device is the CPU")
     ] = 1
-    journal: Annotated[str, Meta(description="file that records every input and output of the scheduler; empty: off")] = ""
+    journal: Annotated[
+        str, Meta(description="file that records every input and output of the scheduler; empty: off")
+    ] = ""
