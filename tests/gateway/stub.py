@@ -133,7 +133,7 @@ async def stage(
         controller="",
         engines=tuple(addresses),
     )
-    sock = socket.socket()
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio: else no TCP_NODELAY
     sock.bind(("127.0.0.1", 0))
     sock.listen()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
