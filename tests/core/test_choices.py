@@ -141,3 +141,9 @@ def test_how_many_decodes_fit(max_step_ns: int, fit: int) -> None:
     room = Room(limits(max_step_ns=max_step_ns), PER_TOKEN)
     assert room.fit([request(id, 1) for id in "abcd"]) == fit
     assert room.fit([]) == 0
+
+
+def test_where_one_token_takes_longer_than_the_limit_a_step_may_take_a_quarter_more() -> None:
+    slow = StepCost((600e6, 0, 0, 10e6, 0))  # 600 ms whatever the step does, and 10 ms a request
+    room = Room(limits(max_step_ns=500_000_000), slow)
+    assert room.fit([request(str(number), number) for number in range(30)]) == 16

@@ -216,6 +216,19 @@ def test_what_the_output_filled_is_found_by_the_next_turn_of_a_conversation() ->
     assert isinstance(last, Ended) and last.cached_tokens == 48, "49 tokens were computed: three full blocks"
 
 
+def test_blocks_that_all_requests_fill_in_one_step_are_found_a_few_a_step_and_none_is_forgotten() -> None:
+    driver = Driver(max_num_seqs=40)
+    for number in range(40):
+        prompt = (number,) * 15
+        driver.scheduler.submit(RequestSpec(id=f"r{number}", prompt=prompt, max_tokens=3 if number == 39 else 5), 0)
+    driver.step()
+    driver.step()
+    assert len(driver.scheduler._tables.index) == 32
+    driver.step()  # the last one ends before its turn came: its block is entered as it leaves
+    assert len(driver.scheduler._tables.index) == 40
+    assert driver.scheduler.view().cached_blocks == 1
+
+
 def test_a_replay_that_brings_all_its_tokens_ends_without_another() -> None:
     driver = Driver()
     driver.scheduler.submit(spec("a", 10, 3, output=(5, 6, 7)), 0)

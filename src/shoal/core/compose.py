@@ -34,7 +34,8 @@ class Room:
 
     def __init__(self, limits: Limits, cost: StepCost) -> None:
         self._cost = cost
-        self._max_ns = limits.max_step_ns
+        # Where even one token takes longer than that, leaving the others out would cost much and save little.
+        self._max_ns = max(limits.max_step_ns, cost.predict((1, 1, 1, 1, 1)) * 5 // 4)
         self._max_tokens = limits.max_num_batched_tokens
         self._max_chunk = limits.max_prefill_chunk or limits.max_num_batched_tokens
         self._new = self._attended = self._sequences = self._sampled = 0

@@ -15,7 +15,7 @@ class Limits:
     max_num_batched_tokens: int = 2048  # most tokens in a step
     max_prefill_chunk: int = 512  # most tokens of one request in a step; 0: no cap
     max_queue: int = 1024  # most requests that wait
-    max_step_ns: int = 500_000_000  # no step is planned longer than this, except one of a single token
+    max_step_ns: int = 500_000_000  # no step is planned longer, unless one token alone takes that long
     prefix_caching: bool = True
     max_steps_in_flight: int = 1  # plans made before the first result returns
 

@@ -9,6 +9,8 @@ Several plans may be in flight. What keeps that safe:
   - results apply in step order, and a token for a request that ended meanwhile is dropped;
   - blocks of a request that left are given back when the last step that names it has returned, and a preempted
     request comes back only after that step, with the tokens which steps in flight sampled for it.
+
+`now_ns` comes with every input although no decision looks at the time yet: deadlines and ageing will.
 """
 
 from __future__ import annotations
