@@ -143,6 +143,7 @@ def test_metrics_add_up(small: Service) -> None:
 def test_the_log_has_one_line_a_request_and_no_text(small: Service) -> None:
     small.chat("xyz a-secret-of-the-user", user="u")
     request_id = small.chat("xyz").headers["x-request-id"]
-    lines = [line for line in small.gateway.lines if f"id={request_id} " in line]
+    small.gateway.wait_line(f"request id={request_id} ")
+    lines = [line for line in small.gateway.lines if f" id={request_id} " in line]
     assert len(lines) == 1 and "output_tokens=4" in lines[0] and "outcome=ok" in lines[0]
     assert "a-secret-of-the-user" not in small.gateway.text

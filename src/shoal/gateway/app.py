@@ -19,7 +19,7 @@ from shoal.gateway.auth import Keys
 from shoal.gateway.errors import ApiError, Reason
 from shoal.gateway.metrics import Metrics
 from shoal.gateway.reply import Record
-from shoal.gateway.routes import PUBLIC_PATHS, TEXT_PATHS
+from shoal.gateway.routes import PUBLIC_PATHS, TEXT_PATHS, UNLOGGED_PATHS
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -89,7 +89,7 @@ class App:
             self._metrics.outcomes[outcome].labels(reason).inc()
             if outcome == "ok":
                 self._observe(record, took_s)
-        if self._request_log and scope["path"] not in PUBLIC_PATHS:
+        if self._request_log and scope["path"] not in UNLOGGED_PATHS:
             what = {"id": record.id, "request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
             how = {"status": record.status, "outcome": outcome, "reason": reason, "ms": round(took_s * 1000, 1)}
             log.info("request", what | how | _sizes(record))

@@ -1,4 +1,7 @@
-"""What a gateway can be told. API keys are secrets: they come from the environment (SHOAL_API_KEY), never from here."""
+"""What a gateway can be told.
+
+API keys are secrets: they come from the environment (SHOAL_API_KEY, several with commas between), never from here.
+"""
 
 from __future__ import annotations
 

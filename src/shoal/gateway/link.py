@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.core.plan import View
@@ -31,6 +32,7 @@ class Identity:
     name: str
     incarnation: str
     secret: bytes
+    sessions: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # one number per connection, ever
 
 
 class Sink(Protocol):
@@ -45,7 +47,7 @@ class Sink(Protocol):
 
 
 class EngineLink:
-    """Dials again for as long as `run` lives. Owns the session counter and which choice each core id belongs to."""
+    """Dials again for as long as `run` lives. Owns which choice each core id belongs to."""
 
     def __init__(
         self, name: str, address: str, identity: Identity, clock: Callable[[], float] = time.monotonic
@@ -58,7 +60,6 @@ class EngineLink:
         self._identity = identity
         self._clock = clock
         self._connection: Connection | None = None
-        self._session = 0
         self._ready = False
         self._sinks: dict[str, tuple[Sink, int]] = {}
         self._outgoing: deque[Message] = deque()
@@ -133,13 +134,12 @@ class EngineLink:
             await asyncio.sleep(min(RECONNECT_S, 0.05 * 2 ** min(failures, 6)) * random.uniform(0.5, 1.0))
 
     async def _dial(self) -> Connection:
-        self._session += 1
         return await dial(
             self.address,
             role=Role.GATEWAY,
             name=self._identity.name,
             incarnation=self._identity.incarnation,
-            session=self._session,
+            session=next(self._identity.sessions),
             secret=self._identity.secret,
         )
 

@@ -54,21 +54,25 @@ def run(
     controller: str = "",
     engines: tuple[str, ...] = (),
 ) -> None:
-    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, OSError for a port that
-    is taken, TokenizerError or TemplateError for a model folder that cannot be used."""
+    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, for an address that is
+    none or a missing secret, OSError for a port that is taken, TokenizerError or TemplateError for a model folder that
+    cannot be used."""
     logs.setup("gateway", name)
     lifeline.watch()
     _allow_files(config.max_connections + _OTHER_FILES)
     keys = keys_from_environment()
     check_bind(config.host, keys)
+    secret = os.environ.get("SHOAL_SECRET", "").encode()
+    for peer in (*engines, *([controller] if controller else [])):
+        address.parse(peer)
+        if not secret:
+            raise ValueError("engines and controllers speak only to who holds their secret: set SHOAL_SECRET")
     gateway = Gateway(
         config,
         keys=keys,
         prompts=Prompts(Tokenizer.load(model_dir), ChatTemplate.load(model_dir)),
         served_name=served_name,
-        identity=Identity(
-            name=name, incarnation=secrets.token_hex(8), secret=os.environ.get("SHOAL_SECRET", "").encode()
-        ),
+        identity=Identity(name=name, incarnation=secrets.token_hex(8), secret=secret),
         controller=controller,
         engines=engines,
     )

@@ -83,7 +83,11 @@ class Replicas:
     def on_members(self, members: Members) -> None:
         """A replica that is missing from the list is served until its connection ends: a controller that starts with
         an empty memory must not cut healthy streams."""
-        listed = {replica.name: replica for replica in members.replicas if replica.address}
+        listed = {
+            replica.name: replica
+            for replica in members.replicas
+            if replica.address and replica.address not in self._static  # a second session would fence the first
+        }
         for name, link in self._links.items():
             link.retired = name not in listed and name not in self._static
         for name, replica in listed.items():

@@ -31,6 +31,7 @@ class Row:
     access: Access
     handler: Callable[[Api, Request], Awaitable[Response]]
     makes_text: bool = False  # takes part in the accounting of requests
+    logged: bool = True  # polled by machines where not
 
 
 TABLE = (
@@ -40,12 +41,13 @@ TABLE = (
     Row("GET", "/v1/models/{id:path}", Access.USER, Api.model_by_id),
     Row("POST", "/tokenize", Access.USER, Api.tokenize),
     Row("POST", "/detokenize", Access.USER, Api.detokenize),
-    Row("GET", "/metrics", Access.USER, Api.show_metrics),
-    Row("GET", "/health", Access.PUBLIC, Api.health),
-    Row("GET", "/ready", Access.PUBLIC, Api.ready),
+    Row("GET", "/metrics", Access.USER, Api.show_metrics, logged=False),
+    Row("GET", "/health", Access.PUBLIC, Api.health, logged=False),
+    Row("GET", "/ready", Access.PUBLIC, Api.ready, logged=False),
 )
 
 PUBLIC_PATHS = frozenset(row.path for row in TABLE if row.access is Access.PUBLIC)
+UNLOGGED_PATHS = frozenset(row.path for row in TABLE if not row.logged)
 TEXT_PATHS = frozenset(row.path for row in TABLE if row.makes_text)
 
 
