@@ -26,15 +26,6 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The exact percentile by the nearest-rank rule: the smallest value with at least `percent` % at or below it."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(0, int(rank) - 1)]
-
-
 class Report:
     """Collects claims and tables while a bench runs; `finish()` prints the claims and writes the JSON file."""
 

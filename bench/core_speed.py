@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common import Report, arguments, percentile
+from common import Report, arguments
 from shoal.core.kv.hashing import chain, root_key, scope_key
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Limits, Scheduler
+from shoal.workload.latency import percentile
 
 SEQS, BLOCKS, BLOCK = 512, 100_000, 16
 ROOT = root_key("bench", "bfloat16", "1", BLOCK)

@@ -79,5 +79,6 @@ def _counters(view: View) -> Iterator[Metric]:
         ("recomputed_tokens", "tokens computed again after a preemption", view.recomputed_tokens),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", view.prefix_hits),
+        ("prefix_cache_collisions", "look-ups whose key named other content: misses", view.hash_collisions),
     ):
         yield CounterMetricFamily(f"shoal:{name}", text, value)
