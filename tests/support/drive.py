@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +44,19 @@ def run_requests(
     runner: Runner,
     scheduler: Scheduler,
     specs: Iterable[RequestSpec],
+    *,
+    later: Mapping[int, Sequence[RequestSpec]] | None = None,
     on_plan: Callable[[StepPlan], None] = lambda plan: None,
 ) -> dict[str, Outcome]:
-    """Submits all first. Keeps as many plans in flight as the scheduler allows; `check()` after each step."""
+    """Steps until all has ended, with as many plans in flight as the scheduler allows, and `check()` after each step.
+
+    `later`: requests that arrive before the n-th step is planned, counted from 0.
+    """
     outcomes: dict[str, Outcome] = {}
-    for spec in specs:
-        accepted = scheduler.submit(spec, 0)
-        assert isinstance(accepted, Accepted), accepted
-        outcomes[spec.id] = Outcome()
+    _submit(scheduler, specs, outcomes)
+    arrivals = dict(later or {})
     for now_ns in range(MAX_STEPS):
+        _submit(scheduler, arrivals.pop(now_ns, ()), outcomes)
         while (plan := scheduler.plan(now_ns)) is not None:
             on_plan(plan)
             runner.launch(plan)
@@ -61,8 +65,16 @@ def run_requests(
         for event in scheduler.apply(runner.collect(), now_ns):
             record(outcomes[event.id], event)
         scheduler.check()
+    assert not arrivals, "all was done before the last arrival"
     assert all(outcome.ended for outcome in outcomes.values()), "a request never ended"
     return outcomes
+
+
+def _submit(scheduler: Scheduler, specs: Iterable[RequestSpec], outcomes: dict[str, Outcome]) -> None:
+    for spec in specs:
+        accepted = scheduler.submit(spec, 0)
+        assert isinstance(accepted, Accepted), accepted
+        outcomes[spec.id] = Outcome()
 
 
 def record(outcome: Outcome, event: object) -> None:

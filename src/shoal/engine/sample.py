@@ -153,8 +153,9 @@ def _draw_filtered(
     noisy_RC = (values_RC + gumbel(keys_R, ids_RC)).masked_fill_(values_RC < threshold_R1, -torch.inf)
     tokens_R = ids_RC.gather(1, noisy_RC.argmax(-1, keepdim=True)).squeeze(1)
     if width < vocab_size:
-        # At the threshold's value the list may have been cut; a device other than this processor is waited for here.
-        open_rows = (threshold_R1 <= values_RC[:, -1:]).squeeze(1).nonzero().squeeze(1)
+        # The list may have been cut at the threshold's value, or within the k. The device is waited for here.
+        cut_R1 = (threshold_R1 <= values_RC[:, -1:]) | ((top_k_R1 > width) & (top_k_R1 < vocab_size))
+        open_rows = cut_R1.squeeze(1).nonzero().squeeze(1)
         if len(open_rows):
             mine = where[open_rows.cpu().numpy()]
             some = _draw_filtered(scaled_RV[open_rows], keys_R[open_rows], batch, mine, device, vocab_size)
