@@ -12,25 +12,20 @@ from __future__ import annotations
 
 import itertools
 import queue
-import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from shoal import config as configuration
 from shoal import models
-from shoal.core.request import RequestSpec
 from shoal.engine.loop import StepLoop, Turn
+from shoal.gateway import choices
 from shoal.gateway import params as checked
 from shoal.gateway.errors import ApiError
-from shoal.gateway.output import ChoiceOutput
 from shoal.gateway.schema import ChatRequest
-from shoal.gateway.text.decode import IncrementalDecoder
-from shoal.gateway.text.stop import StopMatcher
 from shoal.gateway.text.template import ChatTemplate, TemplateError
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.offline import (
@@ -195,34 +190,10 @@ class LLM:
             max_tokens = checked.fit(len(prompt), params, self._window, "prompt")
         except (ApiError, TemplateError, ValueError) as error:
             return Answer(id, (), [], error=str(error))
-        choices = [
-            ChoiceOutput(
-                number,
-                IncrementalDecoder(self._tokenizer, prompt, skip_special_tokens=params.skip_special_tokens),
-                StopMatcher(params.stops, include_stop_str_in_output=params.include_stop) if params.stops else None,
-            )
-            for number in range(params.n)
-        ]
+        outputs = [choices.output(number, prompt, params, self._tokenizer) for number in range(params.n)]
         self._inboxes[id] = inbox
-        self._steps.submit(_SESSION, self._specs(id, prompt, max_tokens, params))
-        return Answer(id, prompt, choices, include_stop=params.include_stop)
-
-    def _specs(self, id: str, prompt: tuple[int, ...], max_tokens: int, params: checked.Params) -> list[RequestSpec]:
-        seed = (params.seed if params.seed is not None else secrets.randbits(63)) % (1 << 64)
-        eos = () if params.ignore_eos else self._tokenizer.eos_token_ids
-        return [
-            RequestSpec(
-                id=f"{id}.{choice}",
-                prompt=prompt,
-                max_tokens=max_tokens,
-                min_tokens=params.min_tokens,
-                stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *eos))),
-                sampling=replace(params.sampling, seed=seed),
-                choice=choice,
-                leader=f"{id}.0" if choice else None,
-            )
-            for choice in range(params.n)
-        ]
+        self._steps.submit(_SESSION, choices.specs(id, prompt, max_tokens, params, self._tokenizer))
+        return Answer(id, prompt, outputs, include_stop=params.include_stop)
 
     def _token_ids(self, prompt: Prompt | Messages) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -117,3 +117,15 @@ def test_offsets_begin_after_an_echo(tokenizer: Tokenizer, tmp_path: Path) -> No
     output = ChoiceOutput(0, IncrementalDecoder(tokenizer), None, offset=5)
     delta = output.feed(tokens, scores(tokens), 0)
     assert delta is not None and [entry.offset for entry in delta.entries] == [5, 6]
+
+
+def test_a_stop_string_within_the_first_min_tokens_is_text(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a") * 6
+    output = ChoiceOutput(0, IncrementalDecoder(tokenizer), StopMatcher(("aa",)), min_tokens=3)
+    text = ""
+    for token in tokens:
+        delta = output.feed([token], [], 0)
+        text += delta.text if delta else ""
+        if output.finish is not None:
+            break
+    assert (text, output.finish, output.num_tokens) == ("aaa", "stop", 5)

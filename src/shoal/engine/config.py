@@ -46,7 +46,7 @@ class EngineConfig:
         Meta(
             ge=0,
             extra_json_schema={"unit": "bytes"},
-            description="size of the KV pool; 0: on a GPU from gpu_memory_utilization, on a CPU min(2 GB, 25 % of memory)",
+            description="size of the KV pool; 0: a GPU's share above, on a CPU min(2 GB, 25 % of memory)",
         ),
     ] = 0
     threads: Annotated[

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from shoal.core.kv import hashing
 from shoal.core.request import Refusal, RequestSpec
 from shoal.fleet import stream
 from shoal.fleet.route import Errand
+from shoal.gateway import choices
 from shoal.gateway.errors import ApiError, Reason
 from shoal.gateway.job import Job, Order
 from shoal.gateway.link import EngineLink
@@ -216,24 +216,12 @@ class Dispatcher:
         keys = await off_loop(
             lambda: hashing.chain(hashing.scope_key(info.hash_root), ids, info.hash_block_tokens), 4 * len(ids)
         )
-        seed = (params.seed if params.seed is not None else secrets.randbits(63)) % (1 << 64)
-        stop_token_ids = params.stop_token_ids + (() if params.ignore_eos else self._tokenizer.eos_token_ids)
-        leader = f"{order.id}.{prompt * params.n}"
-        specs = []
-        for choice in range(params.n):
-            scores = params.sampling.prompt_logprobs if choice == 0 else None  # the prompt is the same for all
-            specs.append(
-                RequestSpec(
-                    id=f"{order.id}.{prompt * params.n + choice}",
-                    prompt=ids,
-                    max_tokens=order.max_tokens[prompt],
-                    min_tokens=params.min_tokens,
-                    stop_token_ids=tuple(dict.fromkeys(stop_token_ids)),
-                    sampling=replace(params.sampling, seed=seed, prompt_logprobs=scores),
-                    choice=choice,
-                    leader=leader if choice else None,
-                    priority=params.priority,
-                    prefix_keys=keys,
-                )
-            )
-        return specs
+        return choices.specs(
+            order.id,
+            ids,
+            order.max_tokens[prompt],
+            params,
+            self._tokenizer,
+            first=prompt * params.n,
+            prefix_keys=keys,
+        )

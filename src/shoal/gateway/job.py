@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.core.plan import Logprobs
+from shoal.gateway import choices
 from shoal.gateway.errors import ApiError
 from shoal.gateway.metrics import Metrics
-from shoal.gateway.output import ChoiceOutput, Delta
+from shoal.gateway.output import Delta
 from shoal.gateway.params import Params
 from shoal.gateway.prompts import Prompt
-from shoal.gateway.text.decode import IncrementalDecoder
-from shoal.gateway.text.stop import StopMatcher
 from shoal.gateway.text.tokenizer import Tokenizer
 
 QUIET_S = 10.0  # without news for this long, a stream gets a comment line (proxies cut idle connections)
@@ -51,7 +50,16 @@ class Job:
         self.cached_tokens = 0
         self.first_token_s: float | None = None
         self.quiet_since_s = order.arrived_s  # last news, or last comment line
-        self.outputs = [_output(order, number, tokenizer) for number in range(len(order.prompts) * order.params.n)]
+        self.outputs = [
+            choices.output(
+                number,
+                prompt.ids,
+                order.params,
+                tokenizer,
+                offset=len(prompt.text) if order.params.echo else 0,
+            )
+            for number, prompt in enumerate(prompt for prompt in order.prompts for _ in range(order.params.n))
+        ]
         self._metrics = metrics
         self._last_s = [0.0] * len(self.outputs)
         self._deltas: list[Delta] = []
@@ -141,10 +149,3 @@ class Job:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _output(order: Order, number: int, tokenizer: Tokenizer) -> ChoiceOutput:
-    params, prompt = order.params, order.prompts[number // order.params.n]
-    decoder = IncrementalDecoder(tokenizer, prompt.ids, skip_special_tokens=params.skip_special_tokens)
-    stops = StopMatcher(params.stops, include_stop_str_in_output=params.include_stop) if params.stops else None
-    return ChoiceOutput(number, decoder, stops, offset=len(prompt.text) if params.echo else 0)

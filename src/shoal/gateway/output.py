@@ -37,13 +37,25 @@ class _Held:
 class ChoiceOutput:
     """Counts every token, stop tokens too. Text and logprobs stop before a stop string or a stop token."""
 
-    def __init__(self, choice: int, decoder: IncrementalDecoder, stops: StopMatcher | None, offset: int = 0) -> None:
-        """`offset`: characters that precede the output in the text that the client sees (an echoed prompt)."""
+    def __init__(
+        self,
+        choice: int,
+        decoder: IncrementalDecoder,
+        stops: StopMatcher | None,
+        *,
+        offset: int = 0,
+        min_tokens: int = 0,
+    ) -> None:
+        """`offset`: characters that precede the output in the text that the client sees (an echoed prompt).
+
+        `min_tokens`: the text of so many tokens is not searched for stop strings, as in vLLM.
+        """
         self.choice = choice
         self.num_tokens = 0
         self.finish: str | None = None
         self._decoder = decoder
         self._stops = stops
+        self._min_tokens = min_tokens
         self._num_decoded = offset
         self._num_emitted = offset
         self._held: deque[_Held] = deque()
@@ -89,7 +101,7 @@ class ChoiceOutput:
                 break
             held.end = self._num_decoded
         stopped = False
-        if self._stops is not None:
+        if self._stops is not None and self.num_tokens > self._min_tokens:
             text, stopped = self._stops.push(text)
         self._num_emitted += len(text)
         if stopped:
