@@ -23,6 +23,7 @@ class Outcome:
     logprobs: list[Logprobs | None] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     preemptions: int = 0
+    first_index: int = 0  # output position of tokens[0]: a replay's tokens come after the delivered ones
     ended: Ended | None = None
 
 
@@ -74,13 +75,13 @@ def _submit(scheduler: Scheduler, specs: Iterable[RequestSpec], outcomes: dict[s
     for spec in specs:
         accepted = scheduler.submit(spec, 0)
         assert isinstance(accepted, Accepted), accepted
-        outcomes[spec.id] = Outcome()
+        outcomes[spec.id] = Outcome(first_index=len(spec.output))
 
 
 def record(outcome: Outcome, event: object) -> None:
     match event:
         case Token():
-            assert event.index == len(outcome.tokens), "a token index was lost or repeated"
+            assert event.index == outcome.first_index + len(outcome.tokens), "a token index was lost or repeated"
             outcome.tokens.append(event.token)
             outcome.logprobs.append(event.logprobs)
         case PromptScored():

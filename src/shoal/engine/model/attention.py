@@ -82,10 +82,11 @@ class SdpaAttention:
     def _group(self, spans: list[Span], num_rows: int) -> _Group:
         num_blocks = max(self._num_blocks(span) for span in spans)
         num_queries = max(span.length for span in spans)
-        tables_Sb = np.zeros((len(spans), num_blocks), np.int64)
+        tables_Sb = np.empty((len(spans), num_blocks), np.int64)
         for index, span in enumerate(spans):
             used = span.table[:num_blocks]
             tables_Sb[index, : len(used)] = used
+            tables_Sb[index, len(used) :] = used[0]  # masked; its own, so that no request can spoil another's numbers
         first_S1 = np.array([[span.row] for span in spans])
         length_S1 = np.array([[span.length] for span in spans])
         start_S1 = np.array([[span.start] for span in spans])
