@@ -14,12 +14,11 @@ from typing import Protocol
 
 from shoal.core.plan import View
 from shoal.core.request import Refusal, RequestSpec
+from shoal.fleet import health
 from shoal.fleet.view import ReplicaView
 from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial
 from shoal.wire.messages import Abort, Announce, EngineInfo, Frame, KeepAlive, Message, Role, Submit, Update, Welcome
 
-SUSPECT_S, SUSPECT_STEPS = 1.5, 3  # whichever is longer: seconds, or so many times the announced step
-DEAD_S, DEAD_STEPS = 3.0, 5
 RECONNECT_S = 1.0  # longest pause between two tries
 
 log = logging.getLogger("shoal.gateway")
@@ -65,7 +64,7 @@ class EngineLink:
         self._outgoing: deque[Message] = deque()
         self._heard_s = 0.0  # last message
         self._progress_s = 0.0  # last frame with a new step, or without work
-        self._announced_s = 0.0
+        self._announced_ns = 0
         self._unreported = [0, 0]  # choices sent since the last frame, and between the two last ones
         self._trouble = ""
 
@@ -148,7 +147,7 @@ class EngineLink:
         assert isinstance(welcome, Welcome)
         self._connection, self.info, self._trouble = connection, welcome.engine or self.info, ""
         self._heard_s = self._progress_s = self._clock()
-        self._announced_s = 0.0
+        self._announced_ns = 0
         connection.on_writable = self._flush
         log.info("replica.connected", {"replica": self.name, "incarnation": welcome.incarnation})
         try:
@@ -173,7 +172,7 @@ class EngineLink:
     def _receive(self, message: Message) -> None:
         now = self._heard_s = self._clock()
         if isinstance(message, Announce):
-            self._announced_s = message.predicted_ns / 1e9
+            self._announced_ns = message.predicted_ns
             self._progress_s = now
         elif isinstance(message, Frame):
             self._frame(message, now)
@@ -182,7 +181,7 @@ class EngineLink:
         view = frame.view
         if self.view is None or view.step != self.view.step or view.num_running + view.num_waiting == 0:
             self._progress_s = now
-            self._announced_s = 0.0
+            self._announced_ns = 0
         self.view, self._ready = view, frame.ready
         self._unreported = [0, self._unreported[0]]
         for update in frame.updates:
@@ -200,7 +199,7 @@ class EngineLink:
     # -- signs of life -------------------------------------------------------------------------------------------------
 
     def _suspect(self) -> bool:
-        return self._clock() - self._progress_s > max(SUSPECT_S, SUSPECT_STEPS * self._announced_s)
+        return self._clock() - self._progress_s > health.suspect_after_ns(self._announced_ns) / 1e9
 
     def check_silence(self) -> None:
         """Gives up a replica that was silent for too long.
@@ -208,7 +207,7 @@ class EngineLink:
         One that speaks but makes no steps is suspect, not dead: it is slow, or its own supervision ends it.
         """
         silent_s = self._clock() - self._heard_s
-        if self._connection is not None and silent_s > max(DEAD_S, DEAD_STEPS * self._announced_s):
+        if self._connection is not None and silent_s > health.dead_after_ns(self._announced_ns) / 1e9:
             self._connection.close(Cause.SILENT, f"nothing heard for {silent_s:.1f} s")
 
     def keep_alive(self) -> None:
