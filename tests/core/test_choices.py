@@ -147,3 +147,10 @@ def test_where_one_token_takes_longer_than_the_limit_a_step_may_take_a_quarter_m
     slow = StepCost((600e6, 0, 0, 10e6, 0))  # 600 ms whatever the step does, and 10 ms a request
     room = Room(limits(max_step_ns=500_000_000), slow)
     assert room.fit([request(str(number), number) for number in range(30)]) == 16
+
+
+def test_the_first_slice_gets_one_token_whatever_that_takes() -> None:
+    far = StepCost((0, 0, 1e6, 0, 0))  # 1 ms for each token attended to
+    room = Room(limits(max_step_ns=1_000_000), far)
+    assert room.take_chunk(1000, 5, True) == 1
+    assert room.take_chunk(0, 5, True) == 0

@@ -71,8 +71,11 @@ class World:
             self.hear(events)
 
     def plan(self) -> bool:
+        before = self.scheduler.view().preemptions
         plan = self.scheduler.plan(0)
         if plan is not None:
+            again = {admit.id for admit in plan.admits} & set(plan.leaves)
+            assert not again or before == self.scheduler.view().preemptions, f"{again} leave and enter in one step"
             self.runner.launch(plan)
         return plan is not None
 

@@ -72,6 +72,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}  # in the order in which steps serve them
         self._flights: deque[Flight] = deque()
         self._leaves: list[str] = []  # requests that the runner still knows and must forget
+        self._yielded: list[Request] = []  # preempted by the plan that is being made
         self._events: list[Event] = []  # of plan(), told by the next apply()
         self._step = 0  # newest planned
         self._returned = 0  # newest applied
@@ -116,7 +117,8 @@ class Scheduler:
         """The next step, or None: nothing to compute, or everything waits for steps in flight."""
         if len(self._flights) >= self.limits.max_steps_in_flight:
             return None
-        yielded = self._yield_to_urgent()
+        self._yielded = []
+        self._yield_to_urgent()
         decodes, behind = split(self._running.values())
         room = Room(self.limits, self.cost)
         num_fit = room.fit(decodes)
@@ -133,7 +135,7 @@ class Scheduler:
         admits: list[Admit] = []
         if not full:
             self._catch_up(behind, room, step, chunks)
-            self._admit(room, step, admits, chunks, most=1 if yielded else self._max_running)
+            self._admit(room, step, admits, chunks)
         if not slices and not chunks:
             return None
         slices += [part for _, part in chunks]
@@ -174,17 +176,17 @@ class Scheduler:
 
     # -- into the batch ------------------------------------------------------------------------------------------------
 
-    def _admit(
-        self, room: Room, step: int, admits: list[Admit], chunks: list[tuple[Request, Slice]], *, most: int
-    ) -> None:
+    def _admit(self, room: Room, step: int, admits: list[Admit], chunks: list[tuple[Request, Slice]]) -> None:
         """Newcomers in order of the line, each with blocks for all its known tokens, while the step has room."""
         for request in self._line:
-            if len(admits) == most or len(self._running) >= self._max_running:
+            if len(self._running) >= self._max_running:
                 return
             if not self._leader_done(request):
                 continue
-            if request.last_step > self._returned or self._blocks_to_enter(request) > self._tables.pool.num_available:
-                return  # nobody overtakes it
+            if request.last_step > self._returned or request in self._yielded:
+                return  # not yet, and nobody overtakes it
+            if self._blocks_to_enter(request) > self._tables.pool.num_available:
+                return
             start = len(request.chain.matched) * self.limits.block_tokens
             count = room.take_chunk(start, request.known - start, request.samples)
             if not count:
@@ -230,20 +232,18 @@ class Scheduler:
 
     # -- under pressure ------------------------------------------------------------------------------------------------
 
-    def _yield_to_urgent(self) -> bool:
-        """Preempts for the first in line where less urgent requests are in its way; whether it did."""
+    def _yield_to_urgent(self) -> None:
+        """Preempts for the first in line where less urgent requests are in its way."""
         head = next((request for request in self._line if self._leader_done(request)), None)
         running = self._running.values()
         if head is None or head.last_step > self._returned or not running:
-            return False
-        if max(running, key=_order).order[0] <= head.order[0]:
-            return False
+            return
+        if max([each.order[0] for each in running]) <= head.order[0]:
+            return
         num_slots = len(running) + 1 - self._max_running
         num_blocks = self._blocks_to_enter(head) - self._tables.num_coming(running)
-        chosen = victims.for_urgent(head, running, num_slots, num_blocks, self._tables.pool.num_sole)
-        for victim in chosen:
+        for victim in victims.for_urgent(head, running, num_slots, num_blocks, self._tables.pool.num_sole):
             self._preempt(victim)
-        return bool(chosen)
 
     def _find_blocks(self, decodes: list[Request]) -> list[Request]:
         """Those of `decodes` that have a block for their token. Where blocks are short, others are preempted, or left
@@ -268,6 +268,7 @@ class Scheduler:
         request.lost = lost
         request.scheduled = request.computed = 0
         self._line.add(request)
+        self._yielded.append(request)
         self._preemptions += 1
         self._events.append(Preempted(request.id, lost))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from shoal.core.kv.blocks import BlockPool
 from shoal.core.kv.prefix import PrefixIndex
 from shoal.core.limits import Limits
-from shoal.core.request import Request, State
+from shoal.core.request import Request
 
 
 class BlockTables:
@@ -82,9 +82,7 @@ class BlockTables:
             self.pool.release(table)
         waiting = self._unfound
         for _ in range(min(len(waiting), max(32, len(waiting) // 8))):
-            request = waiting.popleft()
-            if request.state is State.RUNNING:  # who left meanwhile did it then
-                self.filled(request)
+            self.filled(waiting.popleft())  # nothing is left to do for a request that left meanwhile
 
     def num_coming(self, running: Iterable[Request]) -> int:
         """Blocks that are available now, or will be without anyone's help as soon as the steps in flight return."""
