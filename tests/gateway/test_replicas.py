@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.request import Finish, Refusal, RequestSpec
-from shoal.gateway import link as links
+from shoal.fleet import health
 from shoal.gateway.link import Identity
 from shoal.gateway.replicas import Replicas
 from shoal.wire.messages import Announce, Ending, Members, Refusing, Replica, Update
@@ -177,8 +177,8 @@ async def test_a_request_past_its_time_ends_with_an_error(model_dir: Path, folde
 async def test_silence_makes_a_replica_suspect_then_dead_and_an_announcement_allows_for_it(
     model_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "SUSPECT_S", 0.3)
-    monkeypatch.setattr(links, "DEAD_S", 0.9)
+    monkeypatch.setattr(health, "SUSPECT_NS", 300 * health.MS_NS)
+    monkeypatch.setattr(health, "DEAD_NS", 900 * health.MS_NS)
     engine = StubEngine(lambda engine, specs: engine.say([Update(specs[0].id, 0, (100,))], num_running=1))
     async with stage(model_dir, folder, engine) as s:
         began = time.monotonic()

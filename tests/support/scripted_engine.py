@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--name", default="engine-0")
     parser.add_argument("--controller", default="")
     options = parser.parse_args()
-    logs.setup("engine", options.name)
+    logs.setup(options.name)
     lifeline.watch()
     script = msgspec.json.decode(options.script.read_bytes(), type=Script) if options.script else Script()
     engine = Engine(

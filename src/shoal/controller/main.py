@@ -30,7 +30,7 @@ log = logging.getLogger("shoal.controller")
 
 def run(config: ControllerConfig, *, name: str, listen: str) -> None:
     """Serves until SIGTERM. Raises ValueError for an address that others could reach, OSError for one that is taken."""
-    logs.setup("controller", name)
+    logs.setup(name)
     lifeline.watch()
     if not address.is_loopback(config.host):
         raise ValueError(f"controller.host is {config.host}: the status page is for this machine only, use 127.0.0.1")

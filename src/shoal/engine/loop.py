@@ -99,7 +99,7 @@ class StepLoop:
         publish: Callable[[Turn], None],
         announce: Callable[[int], None],
         failed: Callable[[BaseException], None],
-        steps_in_flight: int = 1,
+        steps_in_flight: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._scheduler = scheduler

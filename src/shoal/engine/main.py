@@ -25,7 +25,7 @@ def run(
     config: EngineConfig, *, model_dir: Path, served_name: str, name: str, listen: str, controller: str = ""
 ) -> None:
     """Serves until SIGTERM; raises SystemExit with the status. Listens only once requests can be computed."""
-    logs.setup("engine", name)
+    logs.setup(name)
     lifeline.watch()
     engine = Engine(
         lambda: build(model_dir, config, served_name),

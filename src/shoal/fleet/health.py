@@ -27,5 +27,5 @@ def stuck_after_ns(announced_ns: int = 0) -> int:
     return max(STUCK_NS, STUCK_STEPS * announced_ns)
 
 
-def expired(heard_ns: int, now_ns: int, lease_ns: int = LEASE_NS) -> bool:
-    return now_ns - heard_ns > lease_ns
+def expired(heard_ns: int, now_ns: int) -> bool:
+    return now_ns - heard_ns > LEASE_NS

@@ -16,7 +16,7 @@ from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
 from shoal.gateway.auth import Keys
-from shoal.gateway.errors import ApiError, Reason
+from shoal.gateway.errors import ApiError, Reason, internal
 from shoal.gateway.metrics import Metrics
 from shoal.gateway.reply import Record
 from shoal.gateway.routes import PUBLIC_PATHS, TEXT_PATHS, UNLOGGED_PATHS
@@ -76,7 +76,7 @@ class App:
             return
         except Exception:
             log.exception("request.failed", {"id": record.id})
-            error = ApiError(Reason.INTERNAL, "the gateway failed on this request")
+            error = internal()
         record.error = error
         if record.status:
             raise error  # half of an answer is out: the server cuts the connection

@@ -18,7 +18,7 @@ from shoal.core.request import Refusal, RequestSpec
 from shoal.fleet import stream
 from shoal.fleet.route import Errand
 from shoal.gateway import choices
-from shoal.gateway.errors import ApiError, Reason
+from shoal.gateway.errors import ApiError, Reason, internal
 from shoal.gateway.job import Job, Order
 from shoal.gateway.link import EngineLink
 from shoal.gateway.metrics import Metrics
@@ -73,7 +73,7 @@ class Attempts:
         except Exception:  # a fault of ours in one request's text must not take the link's other streams along
             log.exception("request.failed", {"id": self._job.order.id})
             self._perform(self._stream.cancel(), Reason.INTERNAL)
-            self._job.fail(ApiError(Reason.INTERNAL, "the gateway failed on this request"))
+            self._job.fail(internal())
 
     def on_refused(self, choice: int, reason: Refusal, message: str) -> None:
         self._perform(self._stream.refused(reason, message))

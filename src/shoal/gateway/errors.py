@@ -121,5 +121,10 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(Reason.INVALID_REQUEST, message, param=param)
 
 
-def unsupported(param: str, message: str = "") -> ApiError:
-    return ApiError(Reason.NOT_SUPPORTED, message or f"'{param}' is not supported", param=param)
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError(Reason.NOT_SUPPORTED, message, param=param)
+
+
+def internal() -> ApiError:
+    """A fault of ours. The client is told no more; the log has the traceback."""
+    return ApiError(Reason.INTERNAL, "the gateway failed on this request")

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,16 +48,13 @@ class Sink(Protocol):
 class EngineLink:
     """Dials again for as long as `run` lives. Owns which choice each core id belongs to."""
 
-    def __init__(
-        self, name: str, address: str, identity: Identity, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, name: str, address: str, identity: Identity) -> None:
         self.name = name
         self.address = address
         self.info: EngineInfo | None = None  # of the latest handshake
         self.view: View | None = None  # of the latest frame of the open connection
         self.retired = False  # no longer a member: served until its connection ends, then not dialled again
         self._identity = identity
-        self._clock = clock
         self._connection: Connection | None = None
         self._ready = False
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -146,7 +143,7 @@ class EngineLink:
         welcome = connection.peer
         assert isinstance(welcome, Welcome)
         self._connection, self.info, self._trouble = connection, welcome.engine or self.info, ""
-        self._heard_s = self._progress_s = self._clock()
+        self._heard_s = self._progress_s = time.monotonic()
         self._announced_ns = 0
         connection.on_writable = self._flush
         log.info("replica.connected", {"replica": self.name, "incarnation": welcome.incarnation})
@@ -170,7 +167,7 @@ class EngineLink:
             sink.on_lost(f"replica {self.name}: {why}")
 
     def _receive(self, message: Message) -> None:
-        now = self._heard_s = self._clock()
+        now = self._heard_s = time.monotonic()
         if isinstance(message, Announce):
             self._announced_ns = message.predicted_ns
             self._progress_s = now
@@ -199,14 +196,14 @@ class EngineLink:
     # -- signs of life -------------------------------------------------------------------------------------------------
 
     def _suspect(self) -> bool:
-        return self._clock() - self._progress_s > health.suspect_after_ns(self._announced_ns) / 1e9
+        return time.monotonic() - self._progress_s > health.suspect_after_ns(self._announced_ns) / 1e9
 
     def check_silence(self) -> None:
         """Gives up a replica that was silent for too long.
 
         One that speaks but makes no steps is suspect, not dead: it is slow, or its own supervision ends it.
         """
-        silent_s = self._clock() - self._heard_s
+        silent_s = time.monotonic() - self._heard_s
         if self._connection is not None and silent_s > health.dead_after_ns(self._announced_ns) / 1e9:
             self._connection.close(Cause.SILENT, f"nothing heard for {silent_s:.1f} s")
 

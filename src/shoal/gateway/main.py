@@ -57,7 +57,7 @@ def run(
     """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, for an address that is
     none or a missing secret, OSError for a port that is taken, TokenizerError or TemplateError for a model folder that
     cannot be used."""
-    logs.setup("gateway", name)
+    logs.setup(name)
     lifeline.watch()
     _allow_files(config.max_connections + _OTHER_FILES)
     keys = keys_from_environment()

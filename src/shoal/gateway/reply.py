@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.gateway.answers import Answer
 from shoal.gateway.dispatch import Dispatcher
-from shoal.gateway.errors import ApiError, Reason
+from shoal.gateway.errors import ApiError, internal
 from shoal.gateway.job import Cancelled, Job
 from shoal.gateway.output import Delta
 
@@ -106,7 +106,7 @@ class Reply(Response):
         """An error event, and no [DONE]."""
         if not isinstance(failure, ApiError):
             log.error("request.failed", {"id": self._record.id}, exc_info=failure)
-            failure = ApiError(Reason.INTERNAL, "the gateway failed on this request")
+            failure = internal()
         self._record.error = failure
         await send({"type": "http.response.body", "body": b"data: " + failure.body() + b"\n\n"})
 

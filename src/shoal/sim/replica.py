@@ -45,18 +45,18 @@ class Machine(Protocol):
 class Modelled:
     """A machine that takes exactly what a cost model says, and samples the same token again and again."""
 
-    def __init__(self, cost: StepCost, *, turn_delay_ns: int = 300_000, token: int = 0) -> None:
+    TURN_DELAY_NS, TOKEN = 300_000, 0
+
+    def __init__(self, cost: StepCost) -> None:
         self._cost = cost
-        self._turn_delay_ns = turn_delay_ns
-        self._token = token
 
     def turn_delay_ns(self) -> int:
-        return self._turn_delay_ns
+        return self.TURN_DELAY_NS
 
     def run(self, plan: StepPlan, now_ns: int, free_ns: int) -> tuple[int, StepResult]:
         busy_ns = self._cost.predict(self._cost.features(plan.slices))
         done_ns = max(now_ns, free_ns) + busy_ns
-        tokens = [self._token for part in plan.slices if part.sample]
+        tokens = [self.TOKEN for part in plan.slices if part.sample]
         return done_ns, StepResult(plan.step, tokens, busy_ns=busy_ns, latency_ns=done_ns - now_ns)
 
 

@@ -1,4 +1,4 @@
-"""One log line per record: `time level component event key=value ...`, on stderr.
+"""One log line per record: `time level process event key=value ...`, on stderr.
 
 The message is the event's name, its fields are a mapping: `log.info("engine.ready", {"blocks": 1000})`, or `extra`.
 Prompts, outputs and keys are never fields. Control characters are escaped, so no value can forge a line.
@@ -19,16 +19,16 @@ _PLAIN = re.compile(r"[\w.:/@%+,\-\[\]()]+")
 
 
 class LineFormatter(logging.Formatter):
-    def __init__(self, component: str) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self._component = component
+        self._name = name
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = record.args if isinstance(record.args, Mapping) else {}
         event = escape(str(record.msg) if fields else record.getMessage())
         fields = {**fields, **{key: value for key, value in vars(record).items() if key not in _STANDARD}}
-        parts = [f"{stamp}.{int(record.msecs):03d}Z", record.levelname.lower(), self._component, event]
+        parts = [f"{stamp}.{int(record.msecs):03d}Z", record.levelname.lower(), self._name, event]
         parts += [f"{key}={_quote(value)}" for key, value in fields.items()]
         line = " ".join(parts)
         if record.exc_info:
@@ -50,12 +50,12 @@ def _quote(value: object) -> str:
     return '"' + escape(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
-def setup(component: str, name: str = "", level: int = logging.INFO) -> None:
-    """Once per process, by its main. `name` tells processes of one component apart: engine-0, engine-1."""
+def setup(name: str) -> None:
+    """Once per process, by its main. `name` is the process's: engine-0, engine-1, controller."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(name or component))
+    handler.setFormatter(LineFormatter(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for noisy in ("asyncio", "httpcore", "urllib3", "uvicorn", "uvicorn.error", "aiohttp.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

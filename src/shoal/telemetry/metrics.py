@@ -21,9 +21,9 @@ def new_registry() -> CollectorRegistry:
 class Exporter:
     """Serves a registry at `url`, from a thread of its own, until closed."""
 
-    def __init__(self, registry: CollectorRegistry, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._server, self._thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
 
     def close(self) -> None:
         self._server.shutdown()

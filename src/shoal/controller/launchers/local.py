@@ -68,7 +68,7 @@ def run(config: ServiceConfig, config_yaml: str, *, on_ready: Callable[[Service]
 
     `config_yaml` is the same configuration as text, for the children. `on_ready` is called once.
     """
-    logs.setup("shoal", "supervisor")
+    logs.setup("supervisor")
     with runtime_folder() as folder, _lifeline() as inherited:
         return asyncio.run(_Supervisor(config, config_yaml, folder, inherited, on_ready).run())
 

@@ -91,7 +91,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The token by itself, as logprobs name it: part of a character shows as U+FFFD."""
+        """The token by itself, as `/tokenize` shows it: part of a character is U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _spell(self, token_id: int) -> bytes:
