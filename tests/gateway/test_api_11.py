@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -113,3 +114,13 @@ def test_api_11_a_close_after_a_half_close(slow: Service) -> None:
     wait_until(lambda: slow.engine_count("num_requests_running") == 1)
     sock.close()
     wait_until(lambda: busy(slow) == 0, LIMIT_S)
+
+
+def test_api_11_close_with_another_request_waiting_behind(slow: Service) -> None:
+    """The second request of a connection waits for the first one's answer; both go with the connection."""
+    body = json.dumps(asking()).encode()
+    sock = slow.connect()
+    sock.sendall(f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    read_events(sock, 3)
+    gone(slow, sock)

@@ -204,6 +204,12 @@ def _port(url: str) -> int:
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab", "bad_http"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", "bad_http"),
         (b"GET /health HTTP/1.1\nhost: x\n\n", "bad_http"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n", "bad_http"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding:\r\n chunked\r\n\r\n0\r\n\r\n", "bad_http"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: a\r\n b\r\n\r\n", "bad_http"),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx: a\0b\r\n\r\n", "bad_http"),
+        (b"GET /health HTTP/1.1\r\nhost : x\r\n\r\n", "bad_http"),
+        (b"GET /health HTTP/1.1\r\n\r\n", "bad_http"),
         (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", "bad_http"),
     ],
 )
@@ -265,6 +271,39 @@ async def test_sec_03_connections_are_limited(model_dir: Path, folder: Path) -> 
             writer.close()
         await until(lambda: len(s.gateway._server.server_state.connections) < 3)
         assert await s.status("/health") == 200
+
+
+async def test_sec_03_one_address_cannot_take_every_connection(model_dir: Path, folder: Path) -> None:
+    async with stage(model_dir, folder, max_connections_per_address=2) as s:
+        port = _port(s.url)
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        assert b"connections of your address" in await _exchange(port, b"")
+        elsewhere = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.9", 0))
+        elsewhere[1].write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert b" 200 " in await elsewhere[0].read()
+        for _, writer in (*held, elsewhere):
+            writer.close()
+        counts = s.gateway._server.config.http_protocol_class.num_of
+        await until(lambda: counts["127.0.0.1"] <= 1)  # the test's own client
+        assert await s.status("/health") == 200
+        assert set(counts) <= {"127.0.0.1"}
+
+
+async def test_sec_03_requests_that_wait_behind_another_are_limited(model_dir: Path, folder: Path) -> None:
+    """An answer that is being sent is never followed by another one's error in its middle."""
+    engine = StubEngine(lambda engine, specs: engine.say([Update(specs[0].id, 0, (100,))]))
+    async with stage(model_dir, folder, engine) as s:
+        body = text(stream=True)
+        first = f"POST {TEXT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        for behind in (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * (http.MAX_WAITING + 1), b"nonsense\r\n\r\n"):
+            engine.aborted.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", _port(s.url))
+            writer.write(first)
+            await asyncio.wait_for(reader.readuntil(b"data: "), 5)
+            writer.write(behind)
+            assert b"HTTP/1.1" not in await asyncio.wait_for(reader.read(), 5)
+            await until(lambda: engine.aborted)
+            writer.close()
 
 
 async def test_sec_03_a_large_body_without_a_length_is_cut_off(model_dir: Path, folder: Path) -> None:

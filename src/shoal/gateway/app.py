@@ -17,6 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from shoal.gateway.auth import Keys
 from shoal.gateway.errors import ApiError, Reason, internal
+from shoal.gateway.http import origin
 from shoal.gateway.metrics import Metrics
 from shoal.gateway.reply import Record
 from shoal.gateway.routes import PUBLIC_PATHS, TEXT_PATHS, UNLOGGED_PATHS
@@ -62,7 +63,7 @@ class App:
         extra: tuple[tuple[str, str], ...] = ()
         try:
             if scope["path"] not in PUBLIC_PATHS:
-                self._keys.check(headers.get(b"authorization"), time.monotonic())
+                self._keys.check(headers.get(b"authorization"), origin(scope["client"]), time.monotonic())
             if _CONTROL.search(scope["path"]):  # a pattern's `$` would overlook a line end
                 raise ApiError(Reason.NOT_FOUND, "there is no such path")
             await self._router(scope, receive, send)

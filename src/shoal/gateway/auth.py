@@ -12,6 +12,7 @@ from shoal.wire.address import is_loopback
 
 FAILED_TRIES = 20  # wrong keys in a row after which guesses are answered unread ...
 FORGIVEN_PER_S = 1.0  # ... until enough of them are forgiven
+MAX_GUESSERS = 4096  # addresses that are remembered, the latest ones
 
 
 class Keys:
@@ -19,18 +20,17 @@ class Keys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
-        self._failed = 0.0
-        self._failed_at_s = 0.0
+        self._failed: dict[str, tuple[float, float]] = {}  # by origin: wrong keys not forgiven, and when that was
 
     @property
     def required(self) -> bool:
         return bool(self._digests)
 
-    def check(self, authorization: bytes | None, now_s: float) -> None:
+    def check(self, authorization: bytes | None, origin: str, now_s: float) -> None:
         """Raises ApiError unless the header carries an accepted key. `now_s` is monotonic.
 
         Every digest is compared, in constant time, whatever the outcome. A right key is never held up by the wrong
-        ones of others: only a wrong key counts against, and falls under, the limit.
+        ones of others: only a wrong key counts against, and falls under, the limit of its origin.
         """
         if not self._digests:
             return
@@ -44,10 +44,12 @@ class Keys:
             accepted |= hmac.compare_digest(digest, known)
         if accepted:
             return
-        self._failed = max(0.0, self._failed - (now_s - self._failed_at_s) * FORGIVEN_PER_S) + 1.0
-        self._failed_at_s = now_s
-        if self._failed > FAILED_TRIES:
-            self._failed = FAILED_TRIES
+        failed, since_s = self._failed.pop(origin, (0.0, now_s))
+        failed = max(0.0, failed - (now_s - since_s) * FORGIVEN_PER_S) + 1.0
+        self._failed[origin] = (min(failed, FAILED_TRIES), now_s)
+        if len(self._failed) > MAX_GUESSERS:
+            del self._failed[next(iter(self._failed))]
+        if failed > FAILED_TRIES:
             raise ApiError(Reason.TOO_MANY_KEYS, "too many wrong API keys; try again later")
         raise ApiError(Reason.WRONG_KEY, "the API key is not accepted")
 

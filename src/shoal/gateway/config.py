@@ -19,6 +19,9 @@ class GatewayConfig:
         int, Meta(ge=1024, extra_json_schema={"unit": "bytes"}, description="larger request bodies are refused unread")
     ] = 4 << 20
     max_connections: Annotated[int, Meta(ge=1, description="open client connections")] = 4096
+    max_connections_per_address: Annotated[
+        int, Meta(ge=1, description="of them from one address (IPv6: one /64); raise it behind a proxy")
+    ] = 2048
     request_timeout_s: Annotated[
         float,
         Meta(

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import http
+import ipaddress
+from collections import Counter
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from shoal.gateway.errors import ApiError, Reason
 
@@ -18,6 +21,7 @@ MAX_HEAD_BYTES = 16 << 10
 HEAD_S = 10.0  # from a connection's or a request's first moment to the end of its headers
 IDLE_S = 60.0  # between requests
 LINGER_S = 5.0  # a body that was refused unread is drained for so long, then the connection is cut
+MAX_WAITING = 16  # requests of one connection that wait for the answers before theirs
 SLOW_READER_S = 10.0  # a client that takes no bytes for so long is cut
 PROBE_S = (0.005, 0.2)  # pauses between probes: the first, doubling up to the last
 
@@ -25,8 +29,26 @@ _HEADERS_TOO_LARGE = ApiError(Reason.HEADERS_TOO_LARGE, f"the headers are larger
 _BAD_HTTP = ApiError(Reason.BAD_HTTP, "the request is not valid HTTP")
 
 
+def origin(client: tuple[str, int] | None) -> str:
+    """Whom a client counts as, where clients are counted: its address; with IPv6 the network that is one customer's."""
+    if client is None:
+        return ""
+    ip = ipaddress.ip_address(client[0].partition("%")[0])
+    if ip.version == 4:
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
+
+
+def limited(max_connections: int, max_per_address: int) -> type[HttpProtocol]:
+    """The protocol of one server. uvicorn makes the instances, so what they share is their class's."""
+    shared = {"max_connections": max_connections, "max_per_address": max_per_address, "num_of": Counter()}
+    return type("LimitedHttpProtocol", (HttpProtocol,), shared)
+
+
 class HttpProtocol(HttpToolsProtocol):
-    max_connections = 4096
+    max_connections: int
+    max_per_address: int
+    num_of: Counter[str]  # open connections by origin
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
@@ -34,14 +56,26 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._begin_head()
         self._refusal = _BAD_HTTP
+        self._answering: RequestResponseCycle | None = None  # self.cycle is the last one that was read
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._arm("head", HEAD_S, self.transport.close)
         if len(self.connections) > self.max_connections:
             self._refuse(ApiError(Reason.TOO_MANY_CONNECTIONS, f"{self.max_connections} connections are open"))
+        self._origin = origin(self.client)
+        self.num_of[self._origin] += 1
+        if self.num_of[self._origin] > self.max_per_address:
+            why = f"{self.max_per_address} connections of your address are open"
+            self._refuse(ApiError(Reason.TOO_MANY_CONNECTIONS, why))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        self.num_of[self._origin] -= 1
+        if not self.num_of[self._origin]:
+            del self.num_of[self._origin]
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True  # uvicorn tells the last cycle only
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -70,12 +104,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         names = [name for name, _ in self.headers]
-        if names.count(b"host") > 1 or (b"content-length" in names and b"transfer-encoding" in names):
+        num_hosts = names.count(b"host")
+        hostless = num_hosts == 0 and self.parser.get_http_version() == "1.1"
+        if hostless or num_hosts > 1 or (b"content-length" in names and b"transfer-encoding" in names):
             raise ValueError("ambiguous request")  # the parser turns it into a 400
+        if len(self.pipeline) >= MAX_WAITING:
+            raise ValueError("too many requests at once")
         self._in_head = False
         self._disarm("head")
         self._disarm("linger")
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -101,7 +143,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(self._refusal)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers outside the application, and closes."""
+        """Answers outside the application, and closes. In the middle of another answer it only closes."""
+        if self.transport.is_closing():
+            return
+        if self._answering is not None and not self._answering.response_complete:
+            self.transport.close()
+            return
         body = error.body()
         status = http.HTTPStatus(error.shape.status)
         headers = {"content-type": "application/json", "content-length": str(len(body)), **dict(error.shape.headers)}
@@ -124,6 +171,8 @@ class HttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] == "1.0":
             return False
+        if cycle is not self._answering:
+            return False  # it waits behind another: probes would go into the wrong answer
         cycle.keep_alive = False
         self._probe(PROBE_S[0])
         return True

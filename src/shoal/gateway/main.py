@@ -23,7 +23,7 @@ from shoal.gateway.app import App
 from shoal.gateway.auth import Keys, check_bind, keys_from_environment
 from shoal.gateway.config import GatewayConfig
 from shoal.gateway.dispatch import Dispatcher
-from shoal.gateway.http import IDLE_S, HttpProtocol
+from shoal.gateway.http import IDLE_S, limited
 from shoal.gateway.link import Identity
 from shoal.gateway.metrics import Metrics
 from shoal.gateway.prompts import Prompts
@@ -77,7 +77,7 @@ def run(
         engines=engines,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signal(gateway, _bind(config.host, config.port)))
+        runner.run(_until_signal(gateway, address.bind_tcp(config.host, config.port)))
 
 
 async def _until_signal(gateway: Gateway, sock: socket.socket) -> None:
@@ -122,7 +122,7 @@ class Gateway:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=type("Protocol", (HttpProtocol,), {"max_connections": config.max_connections}),
+                http=limited(config.max_connections, config.max_connections_per_address),
                 ws="none",
                 lifespan="off",
                 proxy_headers=False,
@@ -138,8 +138,7 @@ class Gateway:
     async def run(self, sock: socket.socket, metrics_url: str = "") -> None:
         """Until `drain`. Owns the socket, bound and not yet listening."""
         sock.listen(_BACKLOG)  # from here on connections wait for the server instead of being refused
-        host, port = sock.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        url = address.http_url(*sock.getsockname()[:2])
         tasks = [asyncio.create_task(self._replicas.run()), asyncio.create_task(self._dispatcher.run())]
         if self._controller:
             tasks.append(asyncio.create_task(self._link(url, metrics_url).run()))
@@ -192,18 +191,6 @@ def members_file(controller: str, name: str) -> Path:
     folder = shoal_home() / "gateways"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder / f"{name}.{where.host}.{where.port}.members.json"
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as e:
-        sock.close()
-        raise OSError(e.errno, f"{e.strerror}: {host}:{port}") from None
-    return sock
 
 
 def _allow_files(wanted: int) -> None:
