@@ -169,3 +169,50 @@ def test_settings_that_cannot_be_met_are_named(
     with pytest.raises(ValueError) as refusal:
         new_runner(tiny, **settings)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "head_dim"])
+@pytest.mark.parametrize("size", [1 << 31, (1 << 31) - 1])
+def test_sizes_that_only_config_json_knows_take_no_memory(model: Path, field: str, size: int) -> None:
+    """The larger one is refused as such; for the other, 8 GB and more would be asked for."""
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {field: size}))
+    with pytest.raises(
+        ValueError, match=rf"{field} is {size}" if size >= 1 << 31 else rf"asks for \[.*{size}|must be even"
+    ):
+        load(model)
+
+
+def _with_header(folder: Path, change: Callable[[dict], object]) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[end:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header.update(again=header[EMBEDDING]),  # two tensors in one place
+        lambda header: header[EMBEDDING].update(dtype="FOO"),
+        lambda header: header[EMBEDDING].update(dtype="F64"),
+        lambda header: header[EMBEDDING].update(data_offsets=[-1, 5]),
+        lambda header: header[EMBEDDING].update(data_offsets=[0, 1 << 62]),
+        lambda header: header[EMBEDDING].update(shape=[1 << 62, 4]),
+        lambda header: header[EMBEDDING].update(shape=[0, 4], data_offsets=[0, 0]),
+    ],
+)
+def test_a_safetensors_header_that_lies_is_refused(model: Path, change: Callable[[dict], object]) -> None:
+    _with_header(model, change)
+    with pytest.raises(ValueError, match=r"not a readable safetensors file|has shape"):
+        load(model)
+
+
+@pytest.mark.parametrize("length", [0, 1 << 40, (1 << 64) - 1])
+def test_a_safetensors_header_of_an_absurd_length_is_refused_unread(model: Path, length: int) -> None:
+    (model / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        load(model)

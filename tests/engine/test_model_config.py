@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,26 @@ def test_both_spellings_of_rope(tmp_path: Path, changes: dict[str, Any], rope: R
         ({"hidden_size": "64"}, ("hidden_size", "'64'", "whole number")),
         ({"vocab_size": 0}, ("vocab_size", "0")),
         ({"num_hidden_layers": True}, ("num_hidden_layers", "True")),
+        ({"vocab_size": 10**12}, ("vocab_size", str(10**12), "whole number from 1 to")),
+        ({"max_position_embeddings": 10**30}, ("max_position_embeddings", "whole number from 1 to")),
+        ({"rms_norm_eps": [1]}, ("rms_norm_eps", "[1]", "number above 0")),
+        ({"rms_norm_eps": math.inf}, ("rms_norm_eps", "inf")),
+        ({"rope_theta": None}, ("rope_theta", "None")),
+        ({"rope_theta": -1}, ("rope_theta", "-1")),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ("factor is 0", "linear")),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            ("low_freq_factor is 4", "high_freq_factor"),
+        ),
+        ({"sliding_window": 8, "layer_types": 7}, ("layer_types", "7", "list")),
     ],
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -113,7 +134,7 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any],
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [None, "{", "[]", b"\xff\xfe", "[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"])
 def test_a_broken_config_names_the_file(tmp_path: Path, content: str | bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -129,3 +150,10 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
     assert eos_token_ids(tmp_path) == ()
+
+
+@pytest.mark.parametrize("value", ["x", [["x"]], {"a": 1}, 1.5, -1, True])
+def test_end_tokens_are_token_ids(tmp_path: Path, value: Any) -> None:
+    write(tmp_path, eos_token_id=value)
+    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is"):
+        eos_token_ids(tmp_path)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_MAX_SIZE = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; a model folder has config.json and *.safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -83,7 +86,7 @@ def common(raw: Mapping[str, Any], architecture: str, **traits: bool) -> ModelCo
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         rope=_rope(raw),
         max_context=_max_context(raw),
         tied=bool(raw.get("tie_word_embeddings", False)),
@@ -95,9 +98,16 @@ def _size(raw: Mapping[str, Any], field: str, default: int | None = None) -> int
     value = raw.get(field)
     if value is None:
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"config.json: {field} is {value!r}; must be a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_SIZE:
+        raise ValueError(f"config.json: {field} is {value!r}; must be a whole number from 1 to {_MAX_SIZE}")
     return value
+
+
+def _number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
+    value = raw.get(field, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"config.json: {field} is {value!r}; must be a number above 0")
+    return float(value)
 
 
 def _require(raw: Mapping[str, Any], field: str, allowed: tuple[Any, ...], default: Any) -> None:
@@ -112,6 +122,8 @@ def _max_context(raw: Mapping[str, Any]) -> int:
     window = raw.get("sliding_window")
     layer_types = raw.get("layer_types")
     if layer_types is not None:
+        if not isinstance(layer_types, list):
+            raise ValueError(f"config.json: layer_types is {layer_types!r}; must be a list")
         slides = "sliding_attention" in layer_types
     else:
         slides = bool(raw.get("use_sliding_window", True))  # Qwen says so; Mistral's window is there or null
@@ -123,22 +135,25 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ValueError(f"config.json: rope_scaling is {scaling!r}; must be an object")
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    theta = _number({**raw, **scaling}, "rope_theta", 10000.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return Rope(theta=theta)
     try:
         if kind == "linear":
-            return Rope(kind="linear", theta=theta, factor=float(scaling["factor"]))
+            return Rope(kind="linear", theta=theta, factor=_number(scaling, "factor"))
         if kind == "llama3":
+            low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            if low >= high:
+                raise ValueError(f"config.json: low_freq_factor is {low:g}; must be below high_freq_factor, {high:g}")
             return Rope(
                 kind="llama3",
                 theta=theta,
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_context=int(scaling["original_max_position_embeddings"]),
+                factor=_number(scaling, "factor"),
+                low_freq_factor=low,
+                high_freq_factor=high,
+                original_context=_size(scaling, "original_max_position_embeddings"),
             )
-    except KeyError as missing:
-        raise ValueError(f"config.json: rope_scaling of type {kind!r} lacks {missing}") from None
+    except ValueError as error:
+        raise ValueError(f"{error} (rope_scaling of type {kind!r})") from None
     raise ValueError(f"config.json: rope_scaling.rope_type is {kind!r}; allowed: 'default', 'linear', 'llama3'")

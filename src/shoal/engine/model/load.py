@@ -44,14 +44,17 @@ class Checkpoint:
     def __exit__(self, *error: object) -> None:
         self._open_files.close()
 
-    def copy(self, name: str, target: Tensor) -> None:
-        """Raises ValueError naming a tensor that is missing or has another shape."""
+    def expect(self, name: str, *shape: int) -> None:
+        """Raises ValueError naming a tensor that is missing or has another shape. Comes before any room is made: the
+        sizes of config.json are only believed where a file has them too."""
         if name not in self._file_of:
-            raise ValueError(f"the checkpoint lacks tensor {name}, of shape {list(target.shape)}")
-        source = self._file_of[name].get_tensor(name)
-        if source.shape != target.shape:
-            raise ValueError(f"tensor {name} has shape {list(source.shape)}; config.json asks for {list(target.shape)}")
-        target.copy_(source)
+            raise ValueError(f"the checkpoint lacks tensor {name}, of shape {list(shape)}")
+        found = self._file_of[name].get_slice(name).get_shape()
+        if found != list(shape):
+            raise ValueError(f"tensor {name} has shape {found}; config.json asks for {list(shape)}")
+
+    def copy(self, name: str, target: Tensor) -> None:
+        target.copy_(self._file_of[name].get_tensor(name))
         self._unread.discard(name)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
@@ -96,12 +99,15 @@ class _Loader:
         self._device = device
 
     def one(self, name: str, *shape: int) -> Tensor:
+        self._checkpoint.expect(name, *shape)
         target = self._device.empty(shape)
         self._checkpoint.copy(name, target)
         return target
 
     def stacked(self, modules: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
         """Several tensors under each other, so that one multiplication does the work of all."""
+        for module, num_rows in zip(modules, rows, strict=True):
+            self._checkpoint.expect(f"{module}.{kind}", num_rows, *rest)
         target = self._device.empty((sum(rows), *rest))
         for module, part in zip(modules, target.split(list(rows)), strict=True):
             self._checkpoint.copy(f"{module}.{kind}", part)

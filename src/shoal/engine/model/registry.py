@@ -53,5 +53,8 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if name == "config.json" or (folder / name).exists():
             value = read_json(folder / name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(type(id) is int and id >= 0 for id in ids):
+                raise ValueError(f"{name}: eos_token_id is {value!r}; must be a token id or a list of them")
+            found.update(ids)
     return tuple(sorted(found))
