@@ -45,16 +45,11 @@ def resolve(name: str) -> Path:
 
     Raises ModelError naming what to do when it is not here or not usable.
     """
-    if name in KNOWN:
-        folder = _known_folder(name)
-        if not _is_current(name):
-            raise ModelError(f"model {name!r} is not on this machine yet: run `shoal pull {name}`")
-        return folder
-    if _means_folder(name):
-        return _checked(Path(name).expanduser().absolute())
-    if HUB_ID.fullmatch(name):
-        return _checked(_hub_snapshot(name, local_only=True))
-    raise ModelError(_unknown(name))
+    if name not in KNOWN:
+        return _folder_or_hub(name, local_only=True)
+    if not _is_current(name):
+        raise ModelError(f"model {name!r} is not on this machine yet: run `shoal pull {name}`")
+    return _known_folder(name)
 
 
 def pull(name: str, progress: ProgressCallback = lambda _: None) -> Path:
@@ -64,13 +59,7 @@ def pull(name: str, progress: ProgressCallback = lambda _: None) -> Path:
     safetensors, JSON and templates), a folder checked and used where it is. `progress` is called from this thread.
     Raises ModelError.
     """
-    if name in KNOWN:
-        return _pull_known(name, progress)
-    if _means_folder(name):
-        return _checked(Path(name).expanduser().absolute())
-    if HUB_ID.fullmatch(name):
-        return _checked(_hub_snapshot(name, local_only=False))
-    raise ModelError(_unknown(name))
+    return _pull_known(name, progress) if name in KNOWN else _folder_or_hub(name, local_only=False)
 
 
 def _pull_known(name: str, progress: ProgressCallback) -> Path:
@@ -102,6 +91,17 @@ def _is_current(name: str) -> bool:
         return json.loads((_known_folder(name) / SOURCE_FILE).read_text()) == _source_record(name)
     except (OSError, ValueError):
         return False
+
+
+def _folder_or_hub(name: str, *, local_only: bool) -> Path:
+    if _means_folder(name):
+        return _checked(Path(name).expanduser().absolute())
+    if HUB_ID.fullmatch(name):
+        return _checked(_hub_snapshot(name, local_only=local_only))
+    raise ModelError(
+        f"unknown model {name!r}: give a known name ({', '.join(KNOWN)}), the path of a folder with config.json, "
+        f"tokenizer.json and *.safetensors, or a hub id such as org/name. Fetch one with `shoal pull {DEFAULT}`."
+    )
 
 
 def _means_folder(name: str) -> bool:
@@ -150,11 +150,3 @@ def _hub_snapshot(repo_id: str, *, local_only: bool) -> Path:
     except OSError as error:
         raise ModelError(f"downloading {repo_id!r} from the hub failed: {error}") from error
     return Path(folder)
-
-
-def _unknown(name: str) -> str:
-    known = ", ".join(KNOWN)
-    return (
-        f"unknown model {name!r}: give a known name ({known}), the path of a folder with config.json, "
-        f"tokenizer.json and *.safetensors, or a hub id such as org/name. Fetch one with `shoal pull {DEFAULT}`."
-    )

@@ -80,7 +80,8 @@ async def test_api_12_an_engine_that_cuts_an_answer_short_never_looks_like_a_fin
             gateway = await connect(f"unix:{folder}/e.sock")
             gateway.send(submit("a"))
             updates, end = await collect(gateway)
-            assert sum(len(u.tokens) for u in updates) == at
+            num_tokens = sum(len(u.tokens) for u in updates)
+            assert num_tokens == at or (fault == "kill" and num_tokens < at)  # a kill may overtake what is on its way
             assert not any(u.ending for u in updates)
             assert end is not None and end.cause is cause
 

@@ -10,8 +10,9 @@ import pytest
 
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Finish, Refusal, RequestSpec
+from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
-from shoal.engine.loop import Planner, Runner, StepLoop, Turn
+from shoal.engine.loop import Runner, StepLoop, Turn
 from shoal.wire.messages import Ending, Update
 from tests.support.processes import wait_until
 from tests.support.scripted import Rule, Script
@@ -23,7 +24,7 @@ SESSION = 1
 class Driver:
     """Records what a loop says; the step thread may be stopped at the runner's gate."""
 
-    def __init__(self, runner: Runner, scheduler: Planner, steps_in_flight: int = 1) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, steps_in_flight: int = 1) -> None:
         self.turns: list[Turn] = []
         self.announced: list[int] = []
         self.failures: list[BaseException] = []

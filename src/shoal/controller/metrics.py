@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shoal.controller.hub import Hub
+from shoal.telemetry.metrics import counters
 
 
 class ControllerCollector(Collector):
@@ -24,12 +25,7 @@ class ControllerCollector(Collector):
             replicas.add_metric([state], count)
         yield replicas
         yield GaugeMetricFamily("shoal:membership_version", "version of the list", self._hub.registry.version)
-        restarts = CounterMetricFamily("shoal:process_restarts", "restarts by the supervisor", labels=["process"])
-        for entry in self._hub.registry.entries():
-            for process in entry.registered.processes:
-                restarts.add_metric([process.name], process.restarts)
-        yield restarts
-        ended = CounterMetricFamily("shoal:wire_disconnects", "ended connections by cause", labels=["cause"])
-        for cause, count in sorted(self._hub.listener.ended.items()):
-            ended.add_metric([cause], count)
-        yield ended
+        processes = [process for e in self._hub.registry.entries() for process in e.registered.processes]
+        restarts = {process.name: process.restarts for process in processes}
+        yield counters("process_restarts", "restarts by the supervisor", "process", restarts.items())
+        yield counters("wire_disconnects", "ended connections by cause", "cause", self._hub.listener.ended.items())

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from shoal.core.plan import Accepted, Ended, Event, Refused, StepPlan, StepResult, View
+from shoal.core.plan import Ended, Refused, StepPlan, StepResult, View
 from shoal.core.request import Finish, RequestSpec
 from shoal.engine.updates import Updates
 from shoal.fleet import health
+from shoal.telemetry.journal import Planner
 from shoal.wire.messages import Refusing, Update
 
 ANNOUNCE_NS = 250_000_000  # a step predicted longer than this is announced before it runs
@@ -33,20 +34,6 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
-
-
-class Planner(Protocol):
-    """What the loop needs of core.scheduler.Scheduler."""
-
-    def submit(self, spec: RequestSpec, now_ns: int) -> Accepted | Refused: ...
-
-    def abort(self, id: str, now_ns: int) -> list[Event]: ...
-
-    def plan(self, now_ns: int) -> StepPlan | None: ...
-
-    def apply(self, result: StepResult, now_ns: int) -> list[Event]: ...
-
-    def view(self) -> View: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ from shoal.core.scheduler import Limits, Scheduler
 from shoal.core.stepcost import StepCost, fit
 from shoal.engine import process
 from shoal.engine.config import EngineConfig
-from shoal.engine.loop import Planner
 from shoal.engine.process import Engine, Parts
 from shoal.telemetry import logs
-from shoal.telemetry.journal import JournalFile, Recorder
+from shoal.telemetry.journal import JournalFile, Planner, Recorder
 from shoal.wire import lifeline
 from shoal.wire.messages import EngineInfo
 

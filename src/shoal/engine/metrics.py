@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from shoal.core.plan import View
 from shoal.engine.loop import Step
 from shoal.engine.server import Server
-from shoal.telemetry.metrics import SECONDS, TOKENS
+from shoal.telemetry.metrics import SECONDS, TOKENS, counters
 
 KINDS = ("decode", "mixed", "prefill")
 
@@ -52,10 +52,7 @@ class EngineCollector(Collector):
         yield from _counters(view)
         yield GaugeMetricFamily("shoal:ready", "1: the step loop takes work", float(self._server.ready))
         yield GaugeMetricFamily("shoal:num_sessions", "connected gateways", self._server.num_sessions)
-        ended = CounterMetricFamily("shoal:wire_disconnects", "ended connections by cause", labels=["cause"])
-        for cause, count in sorted(self._server.ended.items()):
-            ended.add_metric([cause], count)
-        yield ended
+        yield counters("wire_disconnects", "ended connections by cause", "cause", self._server.ended.items())
 
 
 def _gauges(view: View) -> Iterator[Metric]:

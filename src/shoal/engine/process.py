@@ -18,9 +18,10 @@ from typing import Any
 
 import uvloop
 
-from shoal.engine.loop import Planner, Runner, StepLoop, Turn
+from shoal.engine.loop import Runner, StepLoop, Turn
 from shoal.engine.metrics import EngineCollector, StepMetrics
 from shoal.engine.server import Server
+from shoal.telemetry.journal import Planner
 from shoal.telemetry.metrics import Exporter, new_registry
 from shoal.wire.link import ControlLink
 from shoal.wire.messages import EngineInfo, Register, Replica, Report, Role

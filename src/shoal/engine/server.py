@@ -18,6 +18,7 @@ from shoal.fleet import health
 from shoal.wire.connection import Cause, Connection
 from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import (
+    MAX_CHOICES,
     Abort,
     Costs,
     EngineInfo,
@@ -30,7 +31,6 @@ from shoal.wire.messages import (
 )
 
 LEASE_S = health.LEASE_NS / 1e9
-MAX_CHOICES = 16  # specs in one Submit
 
 log = logging.getLogger("shoal.engine")
 

@@ -47,8 +47,6 @@ class Reply(Response):
     """
 
     def __init__(self, answer: Answer, dispatcher: Dispatcher, record: Record) -> None:
-        self.status_code = 200
-        self.background = None
         self._answer = answer
         self._job = answer.job
         self._dispatcher = dispatcher

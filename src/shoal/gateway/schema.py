@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from shoal.wire.messages import MAX_CHOICES
+
 MAX_STOPS, MAX_STOP_BYTES = 16, 256
 MAX_PROMPTS = 128
 
-Count = Annotated[int, Meta(ge=1, le=16)]
+Count = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 53)]
 SomeTokens = Annotated[int, Meta(ge=1, le=1 << 53)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]

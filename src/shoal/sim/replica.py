@@ -12,22 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from shoal.core.plan import Accepted, Ended, Event, Refused, StepPlan, StepResult
+from shoal.core.plan import Ended, Event, Refused, StepPlan, StepResult
 from shoal.core.request import RequestSpec
 from shoal.core.stepcost import StepCost
 from shoal.sim.agenda import Agenda
-
-
-class Planner(Protocol):
-    """A Scheduler, or a Recorder around one."""
-
-    def submit(self, spec: RequestSpec, now_ns: int) -> Accepted | Refused: ...
-
-    def abort(self, id: str, now_ns: int) -> list[Event]: ...
-
-    def plan(self, now_ns: int) -> StepPlan | None: ...
-
-    def apply(self, result: StepResult, now_ns: int) -> list[Event]: ...
+from shoal.telemetry.journal import Planner
 
 
 class Machine(Protocol):

@@ -167,6 +167,9 @@ class Recorder:
         self._sink.close()
 
 
+Planner = Scheduler | Recorder  # who plans the steps, without a journal or with one
+
+
 class JournalFile:
     """A Sink whose lines a thread appends to a file."""
 

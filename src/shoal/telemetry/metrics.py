@@ -5,7 +5,10 @@ Names are `shoal:*` with vLLM's spelling of the noun wherever vLLM has the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client.metrics_core import CounterMetricFamily
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -16,6 +19,14 @@ def new_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
+
+
+def counters(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]) -> CounterMetricFamily:
+    """One counter per value of a label, for a collector that reads its numbers when asked."""
+    family = CounterMetricFamily(f"shoal:{name}", text, labels=[label])
+    for value, count in sorted(counts):
+        family.add_metric([value], count)
+    return family
 
 
 class Exporter:

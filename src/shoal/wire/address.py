@@ -1,4 +1,4 @@
-"""Where a process listens: `unix:/path` or `tcp:host:port`, loopback only."""
+"""Where a process listens: for other processes `unix:/path` or `tcp:host:port`, loopback only; for clients HTTP."""
 
 from __future__ import annotations
 
@@ -57,16 +57,24 @@ def bind(address: UnixAddress | TcpAddress) -> socket.socket:
     if isinstance(address, TcpAddress):
         if not is_loopback(address.host):
             raise ValueError(f"{address}: processes speak to each other over loopback or Unix sockets only")
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address.host, address.port))
-        except OSError as e:
-            sock.close()
-            raise OSError(e.errno, f"{e.strerror}: {address}") from None
-        return sock
+        return bind_tcp(address.host, address.port)
     return _bind_unix(address.path)
+
+
+def bind_tcp(host: str, port: int) -> socket.socket:
+    """A bound socket, not yet listening; port 0: any free one. Raises OSError that names both."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as e:
+        sock.close()
+        raise OSError(e.errno, f"{e.strerror}: {host}:{port}") from None
+    return sock
+
+
+def http_url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _bind_unix(path: Path) -> socket.socket:

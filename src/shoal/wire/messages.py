@@ -16,6 +16,7 @@ from shoal.core.request import Finish, Refusal, RequestSpec
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 16 << 20
+MAX_CHOICES = 16  # specs in one Submit
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):

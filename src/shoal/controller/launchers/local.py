@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from shoal.controller.launchers.child import Child
 from shoal.controller.launchers.folder import runtime_folder
 from shoal.controller.registry import SERVING
 from shoal.telemetry import logs
-from shoal.wire import lifeline
+from shoal.wire import address, lifeline
 from shoal.wire.link import ControlLink
 from shoal.wire.messages import Register, Report, Role
 
@@ -216,13 +215,11 @@ class _Supervisor:
 
 def _url(host: str, port: int) -> str:
     """As a client on this machine reaches it."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return address.http_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def _free_port(host: str) -> int:
     """Chosen here, not by the child, so that a restarted child comes back to the same one."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.bind((host, 0))
+    with address.bind_tcp(host, 0) as sock:
         port: int = sock.getsockname()[1]
         return port
