@@ -101,7 +101,7 @@ class World:
         assert view.hash_collisions == 0
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", [*range(SEEDS), 166])  # 166: who was preempted would fit in again at once
 def test_every_request_comes_to_what_it_must(seed: int) -> None:
     world = World(seed)
     turns = [world.plan] * 6 + [world.apply] * 5 + [world.submit] * 2 + [world.abort]
