@@ -131,6 +131,52 @@ def test_what_a_template_refuses_or_may_not_do_is_a_template_error(template: str
         render(template)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ '0123456789' }}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+        "{{ 'x' * 10**9 }}",
+        "{{ 10**9 * 'x' }}",
+        "{{ [1] * 10**9 }}",
+        "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ lipsum(n=10**7) }}",
+    ],
+)
+def test_a_template_without_end_is_a_template_error(template: str) -> None:
+    with pytest.raises(TemplateError, match=r"longer than|more than|goes too far|undefined"):
+        render(template)
+
+
+def test_the_limits_leave_room_for_the_largest_conversation() -> None:
+    every = "{% for m in messages if m.role %}{{ '<' + m.role + '>' + m.content * 1 }}{% endfor %}"
+    text = ChatTemplate(every, {}).render([{"role": "user", "content": "x" * 2000}] * 2048)
+    assert len(text) == 2048 * 2006
+
+
+def test_constants_are_not_computed_at_load() -> None:
+    ChatTemplate("{% if false %}{{ 'x' * 10**12 }}{{ 9 ** 9 ** 9 }}{% endif %}", {})
+
+
+@pytest.mark.parametrize("template", [7, [7], [{"name": "default", "template": 7}]])
+def test_a_template_that_is_none_is_found_when_it_is_loaded(tmp_path: Path, template: Any) -> None:
+    with pytest.raises(TemplateError, match="chat template"):
+        ChatTemplate.load(with_config(tmp_path, template))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"])
+def test_a_template_that_cannot_be_read_or_compiled_is_found_when_it_is_loaded(tmp_path: Path, content: bytes) -> None:
+    folder = folder_with(tmp_path, "")
+    (folder / "chat_template.jinja").write_bytes(content)
+    with pytest.raises(TemplateError, match="chat template"):
+        ChatTemplate.load(folder)
+
+
 def test_a_template_with_bad_syntax_is_found_when_it_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match="chat template has an error"):
         ChatTemplate.load(folder_with(tmp_path, "{% for %}"))
