@@ -10,12 +10,12 @@ import sys
 import time
 
 from tests.cli.fake_service import fake_service
-from tests.cli.test_command import shoal
+from tests.support.command import shoal_here
 
 
 def test_a_pipe_gets_one_answer_per_line_and_the_conversation_grows():
     with fake_service(["Hel", "lo"]) as service:
-        done = shoal("chat", "--url", service.url, "--max-tokens", "5", stdin="one\n\ntwo\n")
+        done = shoal_here("chat", "--url", service.url, "--max-tokens", "5", stdin="one\n\ntwo\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello\nHello\n", "")
     first, second = service.bodies
     assert first == {
@@ -29,7 +29,9 @@ def test_a_pipe_gets_one_answer_per_line_and_the_conversation_grows():
 
 def test_the_system_message_comes_first_and_the_key_comes_from_the_environment():
     with fake_service(["x"]) as service:
-        done = shoal("chat", "--url", service.url + "/v1/", "--system", "Be short.", stdin="hi\n", SHOAL_API_KEY="k1")
+        done = shoal_here(
+            "chat", "--url", service.url + "/v1/", "--system", "Be short.", stdin="hi\n", SHOAL_API_KEY="k1"
+        )
     assert done.returncode == 0
     assert service.bodies[0]["messages"][0] == {"role": "system", "content": "Be short."}
     assert service.keys == ["Bearer k1"]
@@ -37,13 +39,13 @@ def test_the_system_message_comes_first_and_the_key_comes_from_the_environment()
 
 def test_characters_that_steer_a_terminal_are_left_out_of_what_is_shown():
     with fake_service(["a\x1b[2Jb\x07", "\nc\td é 好"]) as service:
-        done = shoal("chat", "--url", service.url, stdin="hi\n")
+        done = shoal_here("chat", "--url", service.url, stdin="hi\n")
     assert done.stdout == "a[2Jb\nc\td é 好\n"
 
 
 def test_an_error_inside_the_stream_ends_a_piped_chat_with_1():
     with fake_service(["half", "broken"]) as service:
-        done = shoal("chat", "--url", service.url, stdin="hi\nagain\n")
+        done = shoal_here("chat", "--url", service.url, stdin="hi\nagain\n")
     assert (done.returncode, done.stdout, done.stderr) == (1, "half\n", "shoal: broken\n")
     assert len(service.bodies) == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,29 +12,15 @@ import yaml
 
 from shoal import config as configuration
 from shoal.cli.options import flag, plain
+from tests.support.command import flat, shoal, shoal_here
 
 COMMANDS = ("serve", "pull", "chat", "generate", "status", "config", "gateway", "engine", "controller")
-
-
-def shoal(*arguments: str, stdin: str = "", timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shoal.cli", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "COLUMNS": "100", **env},
-    )
-
-
-def flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 def test_help_imports_nothing_heavy():
     heavy = ["torch", "transformers", "tokenizers", "starlette", "uvicorn", "aiohttp", "numpy", "huggingface_hub"]
     code = (
-        "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli import main\n"
+        "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli.app import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         f"print('heavy:', [name for name in {heavy!r} if name in sys.modules])"
     )
@@ -44,7 +29,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_names_every_command():
-    done = shoal("--help")
+    done = shoal_here("--help")
     assert done.returncode == 0
     assert set(COMMANDS) == set(re.findall(r"^  (\w+)  ", done.stdout.split("Commands:")[1], re.MULTILINE))
 
@@ -60,7 +45,7 @@ def test_help_names_every_command():
     ],
 )
 def test_every_field_of_the_configuration_is_an_option_with_bounds_and_default(command, sections):
-    done = shoal(command, "--help")
+    done = shoal_here(command, "--help")
     assert done.returncode == 0
     for row in configuration.rows():
         if row.section in sections and row.name != "model.name":
@@ -87,7 +72,7 @@ def test_flags_are_spelled_as_users_of_vllm_know_them():
 
 
 def test_no_command_shows_the_help():
-    done = shoal()
+    done = shoal_here()
     assert "Commands:" in done.stdout + done.stderr
     assert done.returncode != 1
 
@@ -115,7 +100,7 @@ def test_version():
     ],
 )
 def test_a_bad_value_exits_with_2_and_says_what_is_allowed(arguments, message):
-    done = shoal(*arguments)
+    done = shoal_here(*arguments)
     assert done.returncode == 2
     assert message in flat(done.stderr)
     assert "Traceback" not in done.stderr
@@ -125,7 +110,7 @@ def test_a_bad_value_exits_with_2_and_says_what_is_allowed(arguments, message):
 def test_an_option_wins_over_the_file_and_a_problem_is_blamed_on_its_source(tmp_path):
     path = tmp_path / "shoal.yaml"
     path.write_text("engine: {block_size: 7, max_num_seqs: 0}\n")
-    done = shoal("engine", "--config", str(path), "--max-num-seqs", "-1")
+    done = shoal_here("engine", "--config", str(path), "--max-num-seqs", "-1")
     assert done.returncode == 2
     assert f"{path}: engine.block_size: 7 is not allowed" in done.stderr
     assert "--max-num-seqs: '-1' is not allowed" in done.stderr
@@ -143,7 +128,7 @@ def test_an_option_wins_over_the_file_and_a_problem_is_blamed_on_its_source(tmp_
     ],
 )
 def test_a_failure_is_one_line_and_exits_with_1(tmp_path, arguments, message):
-    done = shoal(*arguments, SHOAL_HOME=str(tmp_path))
+    done = shoal_here(*arguments, SHOAL_HOME=str(tmp_path))
     assert done.returncode == 1
     assert message in done.stderr
     assert done.stderr.startswith("shoal: ") and done.stderr.count("\n") == 1
@@ -159,7 +144,7 @@ def test_the_traceback_is_shown_on_request(arguments):
 def test_config_shows_every_field_and_its_value(tmp_path):
     path = tmp_path / "shoal.yaml"
     path.write_text("gateway: {port: 1234}\n")
-    done = shoal("config", "--config", str(path))
+    done = shoal_here("config", "--config", str(path))
     assert done.returncode == 0
     for row in configuration.rows():
         assert row.name in done.stdout
@@ -168,7 +153,7 @@ def test_config_shows_every_field_and_its_value(tmp_path):
 
 
 def test_config_as_yaml_is_a_configuration_file(tmp_path):
-    done = shoal("config", "--yaml")
+    done = shoal_here("config", "--yaml")
     assert configuration.load(None, {}) == configuration.Config()
     assert set(yaml.safe_load(done.stdout)) == set(configuration.SECTIONS)
     (tmp_path / "all.yaml").write_text(done.stdout)
@@ -178,10 +163,10 @@ def test_config_as_yaml_is_a_configuration_file(tmp_path):
 def test_config_check_answers_by_exit_code(tmp_path):
     path = tmp_path / "shoal.yaml"
     path.write_text("gateway: {prot: 1234}\n")
-    done = shoal("config", "--config", str(path), "--check")
+    done = shoal_here("config", "--config", str(path), "--check")
     assert (done.returncode, "did you mean gateway.port?" in done.stderr) == (2, True)
     path.write_text("gateway: {port: 1234}\n")
-    done = shoal("config", "--config", str(path), "--check")
+    done = shoal_here("config", "--config", str(path), "--check")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -193,4 +178,4 @@ def test_a_reader_that_goes_away_is_no_traceback():
 
 def test_the_example_configuration_is_valid():
     example = Path(__file__).parents[2] / "examples" / "serve.yaml"
-    assert shoal("config", "--config", str(example), "--check").returncode == 0
+    assert shoal_here("config", "--config", str(example), "--check").returncode == 0

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli.serve import invitation
 from shoal.controller.launchers.local import Service
-from tests.cli.test_command import shoal
+from tests.support.command import shoal_here
 
 
 def test_the_curl_line_survives_the_shell_whatever_the_models_name():
@@ -43,14 +43,14 @@ def test_the_curl_line_takes_the_first_key_from_the_environment(keys):
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_fetched(tmp_path, arguments, message):
-    done = shoal("serve", *arguments, SHOAL_HOME=str(tmp_path))
+    done = shoal_here("serve", *arguments, SHOAL_HOME=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in " ".join(done.stderr.split())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_host_that_others_reach_needs_a_key_before_anything_is_fetched(tmp_path):
-    done = shoal("serve", "--host", "0.0.0.0", SHOAL_HOME=str(tmp_path), SHOAL_API_KEY="")
+    done = shoal_here("serve", "--host", "0.0.0.0", SHOAL_HOME=str(tmp_path), SHOAL_API_KEY="")
     assert done.returncode == 1
     assert "set SHOAL_API_KEY" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_command import shoal
+from tests.support.command import shoal_here
 from tests.support.processes import Process, running
 from tests.support.tiny_model import make_tiny_model
 
@@ -57,19 +57,19 @@ def test_the_key_is_shown_nowhere(service: Process):
 
 def test_status_shows_every_process(service: Process):
     page = service.wait_line(r"status page +(http://\S+)").group(1)
-    done = shoal("status", "--url", page)
+    done = shoal_here("status", "--url", page)
     assert done.returncode == 0
     for name in ("controller", "engine-0", "gateway-0", "serving", "it's tiny"):
         assert name in done.stdout
-    found = json.loads(shoal("status", "--url", page, "--json").stdout)
+    found = json.loads(shoal_here("status", "--url", page, "--json").stdout)
     assert [replica["state"] for replica in found["replicas"]] == ["serving"]
 
 
 def test_chat_talks_to_it_and_needs_the_key(service: Process):
     url = service.wait_line(r"--url (http://\S+)").group(1)
     command = ("chat", "--url", url, "--max-tokens", "8")
-    assert shoal(*command, stdin="hi\n", SHOAL_API_KEY=KEY).returncode == 0
-    refused = shoal(*command, stdin="hi\n", SHOAL_API_KEY="another")
+    assert shoal_here(*command, stdin="hi\n", SHOAL_API_KEY=KEY).returncode == 0
+    refused = shoal_here(*command, stdin="hi\n", SHOAL_API_KEY="another")
     assert refused.returncode == 1
     assert "401" in refused.stderr and "set SHOAL_API_KEY" in refused.stderr
 

@@ -18,7 +18,7 @@ import prometheus_client
 import pytest
 from rich.console import Console
 
-from shoal.controller import status
+from shoal.cli import status
 from shoal.controller.app import ROUTES, Access, Pages, make_app
 from shoal.controller.registry import Registry
 from shoal.core.request import RequestSpec

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from shoal.controller import status
+from shoal.cli import status
 from tests.support.processes import Process, running, wait_until
 
 START_S = 90.0
@@ -28,7 +28,7 @@ class Serving:
         """The runtime folder."""
         return Path(self.process.wait_line(r"controller\.serving address=unix:(\S+)/controller\.sock").group(1))
 
-    def status(self) -> status.Document:
+    def status(self) -> dict[str, Any]:
         return status.fetch(self.status_url)
 
     def pid(self, name: str) -> int:

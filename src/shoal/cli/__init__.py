@@ -4,11 +4,3 @@ Owns: options, exit codes (0 done, 1 failed, 2 a bad value), what a terminal sho
 Importing it must stay cheap: what needs torch, an HTTP server or a tokenizer is imported inside the commands.
 Start reading at `app.py`; `options.py` turns the configuration's fields into options.
 """
-
-from __future__ import annotations
-
-
-def main() -> None:
-    from shoal.cli.app import main
-
-    main()

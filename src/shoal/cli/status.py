@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import urllib.request
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from shoal.controller.status import Document, kv_used, span
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+FETCH_LIMIT_S = 5.0
 
 
 def status(
@@ -17,10 +26,8 @@ def status(
     """Show the replicas, gateways and processes of a running service."""
     from rich.console import Console
 
-    from shoal.controller import status as page
-
     try:
-        found = page.fetch(url)
+        found = fetch(url)
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise OSError(
@@ -29,4 +36,64 @@ def status(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        Console().print(page.tables(found))
+        Console().print(tables(found))
+
+
+def fetch(url: str) -> Document:
+    """`url` is the status page's. Raises OSError where nobody answers, ValueError where the answer is no status."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is no http URL")
+    with urllib.request.urlopen(url.rstrip("/") + "/status", timeout=FETCH_LIMIT_S) as answer:
+        value = json.load(answer)
+    if not isinstance(value, dict) or "replicas" not in value:
+        raise ValueError(f"{url} answers, but not as a shoal controller")
+    return value
+
+
+def tables(status: Document) -> Group:
+    """The same as text for a terminal."""
+    from rich.console import Group
+    from rich.padding import Padding
+
+    parts = [_replica_table(status["replicas"]), _gateway_table(status["gateways"]), *_process_table(status)]
+    return Group(*(Padding(table, (0, 0, 1, 0)) for table in parts))
+
+
+def _replica_table(replicas: list[Document]) -> Table:
+    table = _table("replica", "state", "model", "running", "waiting", "KV used", "steps", "up", "pid")
+    for r in replicas:
+        view = r["view"]
+        numbers = ["-"] * 4
+        if view is not None:
+            numbers = [
+                str(view["num_running"]),
+                str(view["num_waiting"]),
+                f"{kv_used(view):.0%}",
+                str(view["step"]),
+            ]
+        state = r["state"] if r["connected"] else "lost"
+        table.add_row(r["name"], state, r["model"] or "-", *numbers, span(r["uptime_s"]), str(r["pid"]))
+    return table
+
+
+def _gateway_table(gateways: list[Document]) -> Table:
+    table = _table("gateway", "URL", "up", "pid")
+    for g in gateways:
+        table.add_row(g["name"], g["url"], span(g["uptime_s"]), str(g["pid"]))
+    return table
+
+
+def _process_table(status: Document) -> list[Table]:
+    if not status["processes"]:
+        return []
+    table = _table("process", "state", "restarts", "ended last by")
+    for p in status["processes"]:
+        table.add_row(p["name"], p["state"], str(p["restarts"]), p["cause"] or "-")
+    return [table]
+
+
+def _table(*columns: str) -> Table:
+    """Without lines, so that a replica's row fits 80 columns."""
+    from rich.table import Table
+
+    return Table(*columns, box=None, padding=(0, 2, 0, 0))
