@@ -16,7 +16,10 @@ import psutil
 import pytest
 
 from shoal.gateway import http
+from shoal.gateway.errors import ApiError
 from shoal.gateway.http import MAX_HEAD_BYTES
+from shoal.gateway.prompts import Prompts
+from shoal.gateway.text.template import ChatTemplate
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.wire.messages import Update
 from tests.gateway.stub import StubEngine, stage, until
@@ -323,3 +326,12 @@ def test_sec_03_tokenising_takes_no_longer_than_the_text(tokenizer: Tokenizer) -
     began = time.perf_counter()
     tokenizer.encode("t" * 1_000_000)
     assert time.perf_counter() - began < 20
+
+
+async def test_sec_03_a_template_that_makes_much_of_little_is_refused_before_it_is_tokenised(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = Prompts(tokenizer, ChatTemplate("{{ messages[0].content * 1000000 }}", {}))
+    monkeypatch.setattr(tokenizer, "encode", None)
+    with pytest.raises(ApiError, match="3000000 bytes"):
+        await prompts.chat([{"role": "user", "content": "abc"}], window=128)

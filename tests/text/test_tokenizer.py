@@ -174,3 +174,18 @@ def test_a_tokenizer_that_cannot_be_used_says_why(tmp_path: Path, spoil: Any, re
 def set_decoder(folder: Path, decoder: dict[str, Any] | None) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(content | {"decoder": decoder}))
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1 << 31, 1.5, True, [["x"]], {"a": 1}])
+def test_end_tokens_are_token_ids(tmp_path: Path, value: Any) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(TokenizerError, match="eos_token_id is"):
+        Tokenizer.load(folder)
+
+
+def test_json_nested_without_end_is_an_error(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        Tokenizer.load(folder)

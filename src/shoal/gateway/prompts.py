@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from shoal.core.request import Refusal
@@ -36,23 +37,25 @@ class Prompts:
     ) -> Prompt:
         """Raises ApiError where the template refuses the messages, or where they cannot fit the window (None: any)."""
 
-        def work() -> list[int]:
-            text = self._template.render(messages, add_generation_prompt=add_generation_prompt)
-            return self.tokenizer.encode(text, add_special_tokens=False)
+        def render() -> str:
+            return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
         size = sum(len(message["content"].encode()) for message in messages)
         self._check_size(size, window, "messages")
         try:
-            ids = await off_loop(work, size)
+            text = await off_loop(render, size)
         except TemplateError as e:
             raise invalid(f"messages: {e}", "messages") from None
-        return Prompt(ids=tuple(ids))
+        return Prompt(ids=await self._encode(text, window, "messages", add_special_tokens=False))
 
     async def text(self, text: str, *, window: int | None, add_special_tokens: bool = True) -> Prompt:
+        return Prompt(ids=await self._encode(text, window, "prompt", add_special_tokens=add_special_tokens), text=text)
+
+    async def _encode(self, text: str, window: int | None, field: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         num_bytes = len(text.encode())
-        self._check_size(num_bytes, window, "prompt")
-        ids = await off_loop(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), num_bytes)
-        return Prompt(ids=tuple(ids), text=text)
+        self._check_size(num_bytes, window, field)
+        work = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return tuple(await off_loop(work, num_bytes))
 
     async def completion(self, prompt: str | list[Any], *, window: int, echo: bool) -> list[Prompt]:
         """A string, a list of strings, one list of token ids, or a list of such lists. None of them empty."""

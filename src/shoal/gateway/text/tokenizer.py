@@ -116,7 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} holds no JSON object")
@@ -140,7 +140,10 @@ def _eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     places = (read_json(model_dir / "generation_config.json"), config, config.get("text_config") or {})
     for place in places:
         if (value := place.get("eos_token_id")) is not None:
-            return tuple(value) if isinstance(value, list) else (value,)
+            ids = tuple(value) if isinstance(value, list) else (value,)
+            if not all(type(id) is int and 0 <= id < 1 << 31 for id in ids):
+                raise TokenizerError(f"{model_dir}: eos_token_id is {value!r}; must be a token id or a list of them")
+            return ids
     return ()
 
 
