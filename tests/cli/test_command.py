@@ -124,6 +124,7 @@ def test_an_option_wins_over_the_file_and_a_problem_is_blamed_on_its_source(tmp_
         (("gateway", "--model", "smollm2-135m"), "run `shoal pull smollm2-135m`"),
         (("chat", "--url", "http://127.0.0.1:9"), "cannot reach http://127.0.0.1:9 (Connection refused)"),
         (("chat", "--url", "nonsense"), "--url: 'nonsense' is not allowed; allowed: http://host:port"),
+        (("chat", "--url", "127.0.0.1:9"), "--url: '127.0.0.1:9' is not allowed; allowed: http://host:port"),
         (("status", "--url", "http://127.0.0.1:9"), "cannot reach http://127.0.0.1:9 (Connection refused)"),
     ],
 )

@@ -79,6 +79,8 @@ TABLE: dict[str, tuple[tuple[str, Any], int, str | None, tuple[str, ...]]] = {
         ("image_url", "only text"),
     ),
     "tokenize nothing": (("/tokenize", {}), 400, "prompt", ("prompt", "messages")),
+    "logit_bias of a word": (text(logit_bias={"fish": 1}), 400, "logit_bias", ("key", "int")),
+    "detokenize no token of the vocabulary": (("/detokenize", {"tokens": [1, 100000]}), 400, "tokens", ("100000",)),
     "detokenize text": (("/detokenize", {"tokens": "x"}), 400, "tokens", ("array",)),
 }
 

@@ -37,7 +37,7 @@ async def request(method: str, url: str, path: str, body: Any = None) -> AsyncIt
         raise ServiceError(
             f"cannot reach {base} ({os.strerror(error.os_error.errno or 0)}); is `shoal serve` running?"
         ) from None
-    except aiohttp.InvalidURL:
+    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
         raise ServiceError(f"--url: {url!r} is not allowed; allowed: http://host:port") from None
     except TimeoutError:
         raise ServiceError(f"{base} does not answer") from None

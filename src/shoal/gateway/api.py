@@ -112,6 +112,7 @@ class Api:
         body = await read_json(request, DetokenizeRequest, self.max_body_bytes)
         self._check_model(body.model)
         tokenizer = self.prompts.tokenizer
+        check_ids(body.tokens, tokenizer.vocab_size, "tokens")
         text = await off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), 4 * len(body.tokens))
         return _json({"prompt": text})
 

@@ -103,7 +103,7 @@ def depth(body: bytes) -> int:
     return deepest
 
 
-_AT = re.compile(r" - at (?:`key` in )?`\$(?:\.(?P<path>[^`]*))?[^`]*`$")
+_AT = re.compile(r" - at (?P<key>`key` in )?`\$(?:\.(?P<path>[^`]*))?[^`]*`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
@@ -123,4 +123,5 @@ def _explain(problem: str, schema: type) -> ApiError:
     if missing := _MISSING.fullmatch(what):
         name = prefix + missing.group("name")
         return invalid(f"'{name}' is required", name)
-    return invalid(f"{path or 'the body'}: {what}", path or None)
+    place = f"{path}: a key" if at and at.group("key") else path or "the body"
+    return invalid(f"{place}: {what}", path or None)
