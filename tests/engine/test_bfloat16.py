@@ -44,7 +44,7 @@ def test_bfloat16_is_within_the_bound_that_transformers_shows(
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [json.loads(line)["text"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    prompts = [prompt for prompt in prompts if 8 <= len(prompt) <= 64]
+    prompts = [prompt for prompt in prompts if 8 <= len(prompt) <= 64][::2]
     exact_model, theirs_model = load_reference(folder), load_reference(folder, torch.bfloat16)
     runner = new_runner(folder, dtype="bfloat16")
     differences: dict[str, list[Tensor]] = {"ours": [], "transformers": []}  # of each prompt: largest, mean
@@ -61,6 +61,6 @@ def test_bfloat16_is_within_the_bound_that_transformers_shows(
     for name, value in figures.items():
         record_property(f"bfloat16 logit difference to float32, {name}", round(value, 4))
         print(f"bfloat16 logit difference to float32, {name}: {value:.4f}")
-    assert sum(map(len, prompts)) > 500
+    assert sum(map(len, prompts)) > 250
     assert figures["max_ours"] <= figures["max_transformers"]
     assert figures["mean_ours"] <= 1.1 * figures["mean_transformers"]

@@ -67,7 +67,7 @@ def test_the_prompts_are_many_and_of_every_length(cases: list[Case]) -> None:
 def test_each_prompt_alone(smollm2: Runner, cases: list[Case]) -> None:
     for index, case in enumerate(cases):
         start = (
-            case if index % 8 == 0 else Case(case.prompt, case.answer[:4])
+            case if index % 8 == 0 else Case(case.prompt, case.answer[:3])
         )  # a step of one row costs as much as of ten
         assert_parity(smollm2, [start], prefix_caching=False)
 
@@ -76,7 +76,7 @@ def test_all_prompts_together(smollm2: Runner, cases: list[Case]) -> None:
     assert_parity(smollm2, cases, prefix_caching=False)
 
 
-@pytest.mark.parametrize(("chunk", "longest"), [(7, 100), (61, 400), (333, 900)])
+@pytest.mark.parametrize(("chunk", "longest"), [(7, 64), (61, 200), (333, 400)])
 def test_prompts_cut_into_odd_chunks(smollm2: Runner, cases: list[Case], chunk: int, longest: int) -> None:
     some = shorter(cases, longest)
     assert len(some) >= 30 and max(len(case.prompt) for case in some) > chunk
@@ -96,7 +96,7 @@ def test_prompts_whose_beginning_is_cached(smollm2: Runner, cases: list[Case]) -
 
 def test_requests_that_are_preempted(smollm2: Runner, cases: list[Case]) -> None:
     """Four at a time; urgent ones arrive while others generate, and these start over later, from known tokens."""
-    some = shorter(cases, 40)
+    some = shorter(cases, 40)[:26]
     patient, urgent = some[::2], some[1::2]
     assert len(urgent) >= 10
     specs = [case.spec(f"patient {index}", priority=1) for index, case in enumerate(patient)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Ended, Logprobs, Preempted, PromptScored, StepPlan, Token
+from shoal.core.plan import Accepted, Ended, Logprobs, Preempted, PromptScored, Token
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.engine.loop import Runner
@@ -20,7 +20,6 @@ class Outcome:
     """What came back for one request."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs | None] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     preemptions: int = 0
     first_index: int = 0  # output position of tokens[0]: a replay's tokens come after the delivered ones
@@ -47,7 +46,6 @@ def run_requests(
     specs: Iterable[RequestSpec],
     *,
     later: Mapping[int, Sequence[RequestSpec]] | None = None,
-    on_plan: Callable[[StepPlan], None] = lambda plan: None,
 ) -> dict[str, Outcome]:
     """Steps until all has ended, with as many plans in flight as the scheduler allows, and `check()` after each step.
 
@@ -59,7 +57,6 @@ def run_requests(
     for now_ns in range(MAX_STEPS):
         _submit(scheduler, arrivals.pop(now_ns, ()), outcomes)
         while (plan := scheduler.plan(now_ns)) is not None:
-            on_plan(plan)
             runner.launch(plan)
         if scheduler.num_in_flight == 0:
             break
@@ -83,7 +80,6 @@ def record(outcome: Outcome, event: object) -> None:
         case Token():
             assert event.index == outcome.first_index + len(outcome.tokens), "a token index was lost or repeated"
             outcome.tokens.append(event.token)
-            outcome.logprobs.append(event.logprobs)
         case PromptScored():
             assert event.start == 1 + len(outcome.prompt_logprobs), "a prompt score was lost or repeated"
             outcome.prompt_logprobs += event.entries
