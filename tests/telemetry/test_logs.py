@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import select
+import subprocess
+import sys
 
 import pytest
 
@@ -60,3 +64,39 @@ def test_a_traceback_follows_indented() -> None:
 
 def test_escape_keeps_other_scripts() -> None:
     assert escape("鱼群 é 🐟") == "鱼群 é 🐟"
+
+
+FLOOD = """
+import logging, os
+from shoal.telemetry import logs
+logs.setup("x")
+for number in range(5000):
+    logging.getLogger().info("an.event", {"number": number, "text": "é" * 300})
+os.write(1, b"done")
+os.read(0, 1)
+logging.getLogger().info("the.last")
+"""
+
+
+def test_a_reader_that_stops_loses_lines_and_holds_up_nobody() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", FLOOD], stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        done, _, _ = select.select([process.stdout], [], [], 20)
+        if not done:
+            process.kill()
+        assert done, "it waits for its reader"
+        os.set_blocking(process.stderr.fileno(), False)
+        early = process.stderr.read()
+        assert early.count(b"an.event") > 10
+        os.set_blocking(process.stderr.fileno(), True)
+        _, late = process.communicate(b"x", timeout=20)
+        assert re.search(rb"log\.lines_lost lines=\d+\n.* the\.last\n", late)
+
+
+def test_a_full_disk_does_not_end_the_process() -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", FLOOD], input=b"x", stdout=subprocess.PIPE, stderr=full, timeout=20
+        )
+    assert process.returncode == 0 and process.stdout == b"done"

@@ -209,8 +209,7 @@ class _Supervisor:
     @staticmethod
     def _say(name: str, line: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads any more: the service goes on
-            sys.stderr.write(f"{name:<10} | {logs.escape(line)}\n")
-            sys.stderr.flush()
+            logs.write_line(sys.stderr, f"{name:<10} | {logs.escape(line)}")
 
 
 def _url(host: str, port: int) -> str:
