@@ -5,9 +5,11 @@ Names are `shoal:*` with vLLM's spelling of the noun wherever vLLM has the same 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -29,11 +31,22 @@ def counters(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]
     return family
 
 
+class _Handler(WSGIRequestHandler):
+    timeout = 1.0  # for a caller that sends or reads nothing; others of this machine wait so long at most for each
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 class Exporter:
-    """Serves a registry at `url`, from a thread of its own, until closed."""
+    """Serves a registry at `url`, from a thread of its own, until closed. One caller after the other: what anybody on
+    this machine can open must not take a thread and a file of this process each."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._server, self._thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+        self._server = make_server("127.0.0.1", 0, make_wsgi_app(registry), handler_class=_Handler)
+        self._server.socket.listen(64)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
 
     def close(self) -> None:
