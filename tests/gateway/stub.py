@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from shoal.core.plan import View
 from shoal.core.request import Finish, RequestSpec
 from shoal.gateway.auth import Keys
 from shoal.gateway.config import GatewayConfig
@@ -22,11 +20,12 @@ from shoal.gateway.main import Gateway
 from shoal.gateway.prompts import Prompts
 from shoal.gateway.text.template import ChatTemplate
 from shoal.gateway.text.tokenizer import Tokenizer
+from shoal.wire import address
 from shoal.wire.connection import Connection, ConnectionClosed
 from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import Abort, Ending, EngineInfo, Frame, KeepAlive, Message, Refusing, Submit, Update
+from tests.support.wires import SECRET, VIEW, until
 
-SECRET = b"a secret of the tests"
 MODEL = "tiny"
 
 
@@ -47,15 +46,7 @@ class StubEngine:
 
     def say(self, updates: Iterable[Update] = (), refused: Iterable[Refusing] = (), num_running: int = 0) -> None:
         self.step += 1
-        view = View(
-            step=self.step,
-            num_running=num_running,
-            num_waiting=0,
-            waiting_tokens=0,
-            free_blocks=1,
-            cached_blocks=0,
-            total_blocks=1,
-        )
+        view = replace(VIEW, step=self.step, num_running=num_running)
         self.tell(Frame(view=view, updates=tuple(updates), refused=tuple(refused), ready=self.ready))
 
     def tell(self, message: Message) -> None:
@@ -123,7 +114,7 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     """Engine n listens at folder/n.sock. Ends with everything closed."""
     addresses = [f"unix:{folder}/{number}.sock" for number in range(len(engines))]
-    listeners = [await engine.listen(address) for engine, address in zip(engines, addresses, strict=True)]
+    listeners = [await engine.listen(at) for engine, at in zip(engines, addresses, strict=True)]
     gateway = Gateway(
         GatewayConfig(port=0, **config),
         keys=Keys([]),
@@ -133,10 +124,9 @@ async def stage(
         controller="",
         engines=tuple(addresses),
     )
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio: else no TCP_NODELAY
-    sock.bind(("127.0.0.1", 0))
+    sock = address.bind_tcp("127.0.0.1", 0)
     sock.listen()
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    url = address.http_url(*sock.getsockname())
     serving = asyncio.create_task(gateway.run(sock))
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as http:
@@ -150,9 +140,3 @@ async def stage(
         await asyncio.wait_for(serving, 15)
         for listener in listeners:
             await listener.close()
-
-
-async def until(look: Callable[[], object], limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not look():  # noqa: ASYNC110  what is waited for has no event
-            await asyncio.sleep(0.005)

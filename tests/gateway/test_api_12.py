@@ -13,10 +13,11 @@ from shoal.core.request import Finish, RequestSpec
 from shoal.gateway import main
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.wire.messages import Ending, Update
-from tests.gateway.stub import StubEngine, stage, until
+from tests.gateway.stub import StubEngine, stage
 from tests.support.gateways import MODEL, Service, read_all, service, unchunked
 from tests.support.processes import wait_until
 from tests.support.scripted import Fault, Rule, Script
+from tests.support.wires import until
 
 pytestmark = pytest.mark.processes
 FAULTS: dict[str, tuple[Fault, str]] = {

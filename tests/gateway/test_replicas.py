@@ -14,7 +14,8 @@ from shoal.fleet import health
 from shoal.gateway.link import Identity
 from shoal.gateway.replicas import Replicas
 from shoal.wire.messages import Announce, Ending, Members, Refusing, Replica, Update
-from tests.gateway.stub import SECRET, StubEngine, stage, until
+from tests.gateway.stub import StubEngine, stage
+from tests.support.wires import SECRET, until
 
 IDENTITY = Identity(name="gateway-0", incarnation="g", secret=SECRET)
 

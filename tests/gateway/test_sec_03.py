@@ -22,10 +22,11 @@ from shoal.gateway.prompts import Prompts
 from shoal.gateway.text.template import ChatTemplate
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.wire.messages import Update
-from tests.gateway.stub import StubEngine, stage, until
+from tests.gateway.stub import StubEngine, stage
 from tests.support.gateways import MODEL, Service, service
 from tests.support.processes import wait_until
 from tests.support.scripted import Script
+from tests.support.wires import until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ANSWER_S, GAP_S, HEALTH_S = 2.0, 0.5, 0.2

