@@ -66,6 +66,17 @@ async def test_a_listener_without_the_secret_is_not_believed() -> None:
     server.close()
 
 
+def test_a_proof_of_one_side_is_none_of_the_other() -> None:
+    """Else a listener without the secret could send a dialler's own proof back to it."""
+    asked = handshake.challenge()
+    sent = handshake.hello(asked, secret=SECRET, role=Role.GATEWAY, name="g", incarnation="i", session=1)
+    for echo in (asked, msgspec.structs.replace(asked, nonce=sent.nonce)):
+        own = handshake.welcome(echo, sent, secret=SECRET, incarnation="i", engine=None)
+        assert sent.proof != own.proof
+    reflected = Welcome(incarnation="i", proof=sent.proof)
+    assert handshake.distrust(asked, sent, reflected, secret=SECRET) is not None
+
+
 async def test_another_protocol_version_is_rejected_with_both_numbers() -> None:
     async with listening(swallow) as listener:
         reader, writer = await raw(listener.address)
@@ -130,6 +141,13 @@ async def test_a_dial_to_a_listener_that_says_nothing_ends_at_its_limit() -> Non
     server.close()
 
 
+@pytest.mark.parametrize("address", ["tcp:192.0.2.1:1", "tcp:example.org:1", "tcp:127.0.0.1.example.org:1"])
+async def test_other_machines_are_not_dialled(address: str) -> None:
+    """Messages are not encrypted: prompts must not leave the machine by a wrong address."""
+    with pytest.raises(ValueError, match="loopback or Unix sockets only"):
+        await connect(address)
+
+
 async def test_an_authenticated_dialler_can_be_turned_away() -> None:
     async with listening(swallow, admit=lambda hello: f"no {hello.role} here") as listener:
         with pytest.raises(ConnectionClosed, match="no gateway here"):
@@ -163,6 +181,13 @@ async def test_sockets_are_closed_to_other_users_and_stale_ones_replaced() -> No
         with pytest.raises(ValueError, match="open to other users"):
             await listen(f"unix:{folder}/x.sock", secret=SECRET, incarnation="i", welcome=lambda: None, handler=swallow)
         folder.chmod(0o700)
+
+
+async def test_a_socket_in_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket_folder() as folder:
+        monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+        with pytest.raises(ValueError, match="one's own"):
+            await listen(f"unix:{folder}/x.sock", secret=SECRET, incarnation="i", welcome=lambda: None, handler=swallow)
 
 
 @pytest.mark.parametrize(

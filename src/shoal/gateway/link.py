@@ -121,7 +121,7 @@ class EngineLink:
         while not self.retired:
             try:
                 connection = await self._dial()
-            except (ConnectionClosed, OSError, TimeoutError) as e:
+            except (ConnectionClosed, OSError, TimeoutError, ValueError) as e:  # ValueError: listed with a bad address
                 self._report(str(e) or type(e).__name__)
                 failures += 1
             else:

@@ -30,7 +30,7 @@ class TcpAddress:
 
 
 def parse(text: str) -> UnixAddress | TcpAddress:
-    """Raises ValueError that names what is wrong."""
+    """Raises ValueError that names what is wrong: also an address that is not on this machine, to listen or to dial."""
     scheme, _, rest = text.partition(":")
     if scheme == "unix" and rest:
         if len(os.fsencode(rest)) > _MAX_PATH_BYTES:
@@ -39,6 +39,7 @@ def parse(text: str) -> UnixAddress | TcpAddress:
     if scheme == "tcp":
         host, _, port = rest.rpartition(":")
         if host and port.isascii() and port.isdigit() and int(port) <= 65535:
+            _check_loopback(host, text)
             return TcpAddress(host, int(port))
     raise ValueError(f"address {text!r} is neither unix:/path nor tcp:host:port")
 
@@ -52,11 +53,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _check_loopback(host: str, address: str) -> None:
+    if not is_loopback(host):
+        raise ValueError(f"{address}: processes speak to each other over loopback or Unix sockets only")
+
+
 def bind(address: UnixAddress | TcpAddress) -> socket.socket:
     """A bound socket, not yet listening. Raises ValueError for an address that others could reach, OSError if taken."""
     if isinstance(address, TcpAddress):
-        if not is_loopback(address.host):
-            raise ValueError(f"{address}: processes speak to each other over loopback or Unix sockets only")
+        _check_loopback(address.host, str(address))
         return bind_tcp(address.host, address.port)
     return _bind_unix(address.path)
 
@@ -81,8 +86,11 @@ def http_url(host: str, port: int) -> str:
 def _bind_unix(path: Path) -> socket.socket:
     """A socket file of mode 0600; its folder must be closed to others, which covers the moment before the chmod."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.parent.stat().st_mode & 0o077:
-        raise ValueError(f"{path.parent} is open to other users: a socket's folder must have mode 0700")
+    folder = path.parent.stat()
+    if folder.st_mode & 0o077 or folder.st_uid != os.geteuid():
+        raise ValueError(
+            f"{path.parent} is open to other users: a socket's folder must be one's own and have mode 0700"
+        )
     if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
         path.unlink()  # left by a process that was killed
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
