@@ -2,13 +2,14 @@
 # make test     everything that CI runs
 # make check    format, lint, types, layers and the tests that need no torch; under a minute
 # make bench    the quick form of every benchmark
+# make soak     the tests that CI shortens, in full
 # make docs     rewrite the reference pages from the code, check every link
 
 PYTHON ?= python3
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: serve test check bench docs clean
+.PHONY: serve test check bench soak docs clean
 .DEFAULT_GOAL := serve
 
 .venv/serve: pyproject.toml constraints.txt
@@ -44,6 +45,9 @@ test: .venv/dev
 
 bench: .venv/dev
 	@for script in core_speed first_token; do $(BIN)/python bench/$$script.py --quick || exit 1; done
+
+soak: .venv/dev
+	@$(BIN)/pytest --full --timeout 3600 tests/engine/test_parity_smollm2.py tests/engine/test_bfloat16.py tests/engine/test_sample.py
 
 docs: .venv/dev
 	@$(BIN)/python docs/build.py

@@ -38,13 +38,17 @@ def logits_of(runner: Runner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 
 
 def test_bfloat16_is_within_the_bound_that_transformers_shows(
-    new_runner: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+    new_runner: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+    pytestconfig: pytest.Config,
 ) -> None:
     folder = default_model()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [json.loads(line)["text"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    prompts = [prompt for prompt in prompts if 8 <= len(prompt) <= 64][::2]
+    if not pytestconfig.getoption("--full"):
+        prompts = [prompt for prompt in prompts if 8 <= len(prompt) <= 64][::2]
     exact_model, theirs_model = load_reference(folder), load_reference(folder, torch.bfloat16)
     runner = new_runner(folder, dtype="bfloat16")
     differences: dict[str, list[Tensor]] = {"ours": [], "transformers": []}  # of each prompt: largest, mean

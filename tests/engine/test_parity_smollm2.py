@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.support.drive import make_scheduler, run_requests
 pytestmark = pytest.mark.torch
 
 MIN_MARGIN = 0.001
+Shorter = Callable[[list["Case"], int], list["Case"]]
 PATH = Path(__file__).parent.parent / "data" / "parity_prompts.jsonl"  # made by tests/data/make_parity.py
 
 
@@ -45,8 +47,11 @@ def cases() -> list[Case]:
     return made
 
 
-def shorter(cases: list[Case], num_tokens: int) -> list[Case]:
-    return [case for case in cases if len(case.prompt) <= num_tokens]
+@pytest.fixture(scope="module")
+def shorter(request: pytest.FixtureRequest) -> Shorter:
+    """Leaves the longest prompts out where a mode would compute them many times; with --full it leaves none out."""
+    full = request.config.getoption("--full")
+    return lambda cases, num_tokens: [case for case in cases if full or len(case.prompt) <= num_tokens]
 
 
 def assert_parity(runner: Runner, cases: list[Case], **limits: int | bool) -> None:
@@ -64,12 +69,12 @@ def test_the_prompts_are_many_and_of_every_length(cases: list[Case]) -> None:
     assert len([n for n in lengths if n > 100]) >= 6
 
 
-def test_each_prompt_alone(smollm2: Runner, cases: list[Case]) -> None:
+def test_each_prompt_alone(smollm2: Runner, cases: list[Case], request: pytest.FixtureRequest) -> None:
+    """A step of one row costs as much as of ten: of most answers only the beginning is computed, unless --full."""
+    full = request.config.getoption("--full")
     for index, case in enumerate(cases):
-        start = (
-            case if index % 8 == 0 else Case(case.prompt, case.answer[:3])
-        )  # a step of one row costs as much as of ten
-        assert_parity(smollm2, [start], prefix_caching=False)
+        whole = full or index % 8 == 0
+        assert_parity(smollm2, [case if whole else Case(case.prompt, case.answer[:3])], prefix_caching=False)
 
 
 def test_all_prompts_together(smollm2: Runner, cases: list[Case]) -> None:
@@ -77,13 +82,15 @@ def test_all_prompts_together(smollm2: Runner, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "longest"), [(7, 64), (61, 200), (333, 400)])
-def test_prompts_cut_into_odd_chunks(smollm2: Runner, cases: list[Case], chunk: int, longest: int) -> None:
+def test_prompts_cut_into_odd_chunks(
+    smollm2: Runner, cases: list[Case], shorter: Shorter, chunk: int, longest: int
+) -> None:
     some = shorter(cases, longest)
     assert len(some) >= 30 and max(len(case.prompt) for case in some) > chunk
     assert_parity(smollm2, some, max_prefill_chunk=chunk, prefix_caching=False)
 
 
-def test_prompts_whose_beginning_is_cached(smollm2: Runner, cases: list[Case]) -> None:
+def test_prompts_whose_beginning_is_cached(smollm2: Runner, cases: list[Case], shorter: Shorter) -> None:
     some = [case for case in shorter(cases, 200) if len(case.prompt) > 16]
     scheduler = make_scheduler(smollm2)
     run_requests(smollm2, scheduler, [case.spec(f"first {index}") for index, case in enumerate(some)])
@@ -94,9 +101,10 @@ def test_prompts_whose_beginning_is_cached(smollm2: Runner, cases: list[Case]) -
         assert outcome.tokens == case.answer
 
 
-def test_requests_that_are_preempted(smollm2: Runner, cases: list[Case]) -> None:
+def test_requests_that_are_preempted(smollm2: Runner, cases: list[Case], shorter: Shorter) -> None:
     """Four at a time; urgent ones arrive while others generate, and these start over later, from known tokens."""
-    some = shorter(cases, 40)[:26]
+    some = shorter(cases, 40)
+    some = some[: len(some) // 2 * 2]
     patient, urgent = some[::2], some[1::2]
     assert len(urgent) >= 10
     specs = [case.spec(f"patient {index}", priority=1) for index, case in enumerate(patient)]
@@ -109,11 +117,11 @@ def test_requests_that_are_preempted(smollm2: Runner, cases: list[Case]) -> None
             assert outcomes[f"{kind} {index}"].tokens == case.answer
 
 
-def test_two_steps_in_flight(smollm2: Runner, cases: list[Case]) -> None:
+def test_two_steps_in_flight(smollm2: Runner, cases: list[Case], shorter: Shorter) -> None:
     assert_parity(smollm2, shorter(cases, 64), max_steps_in_flight=2, max_prefill_chunk=13, prefix_caching=False)
 
 
-def test_the_recorded_answers_are_still_those_of_transformers(cases: list[Case]) -> None:
+def test_the_recorded_answers_are_still_those_of_transformers(cases: list[Case], shorter: Shorter) -> None:
     from tests.support.reference import greedy, load_reference
 
     model = load_reference(default_model())
