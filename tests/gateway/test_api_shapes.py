@@ -10,7 +10,6 @@ from tests.gateway.conftest import WINDOW
 from tests.support.gateways import Reply, Service
 
 pytestmark = pytest.mark.processes
-FINISH_REASONS = {None, "stop", "length", "tool_calls", "content_filter"}
 
 
 def usages(reply: Reply) -> list[Any]:

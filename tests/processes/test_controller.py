@@ -22,7 +22,7 @@ from shoal.cli import status
 from shoal.controller.app import ROUTES, Access, Pages, make_app
 from shoal.controller.registry import Registry
 from shoal.core.request import RequestSpec
-from shoal.wire.link import ControlLink
+from shoal.wire.control import ControlLink
 from shoal.wire.messages import Frame, Hello, Members, Register, Replica, Report, Role, Submit, Supervised
 from tests.support.processes import Process, running, scripted_engine, socket_folder, wait_until
 from tests.support.scripted import Script

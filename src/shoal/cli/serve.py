@@ -44,7 +44,14 @@ def serve(model: Model = None, *, config: ConfigFile = None, settings: dict[str,
     def on_ready(service: Service) -> None:
         typer.echo(invitation(values.model.public_name, service, os.environ.get("SHOAL_API_KEY", "")))
 
-    raise typer.Exit(local.run(values, configuration.dump(values), on_ready=on_ready))
+    code = local.run(
+        configuration.dump(values),
+        api=(values.gateway.host, values.gateway.port),
+        page=(values.controller.host, values.controller.port),
+        num_replicas=values.cluster.replicas,
+        on_ready=on_ready,
+    )
+    raise typer.Exit(code)
 
 
 def invitation(model: str, service: Service, keys: str) -> str:

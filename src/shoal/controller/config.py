@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -16,5 +16,4 @@ class ControllerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    launcher: Annotated[Literal["local"], Meta(description="who starts the processes")] = "local"
     replicas: Annotated[int, Meta(ge=1, le=64, description="engines, one model copy each")] = 1

@@ -11,18 +11,20 @@ from prometheus_client.registry import Collector
 from shoal.core.plan import View
 from shoal.engine.loop import Step
 from shoal.engine.server import Server
-from shoal.telemetry.metrics import SECONDS, TOKENS, counters
+from shoal.telemetry.metrics import counters
 
 KINDS = ("decode", "mixed", "prefill")
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class StepMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._tokens = Histogram(
-            "shoal:iteration_tokens_total", "tokens computed in a step", buckets=TOKENS, registry=registry
+            "shoal:iteration_tokens_total", "tokens computed in a step", buckets=_TOKENS, registry=registry
         )
         times = Histogram(
-            "shoal:step_time_seconds", "device time of a step", ["kind"], buckets=SECONDS, registry=registry
+            "shoal:step_time_seconds", "device time of a step", ["kind"], buckets=_SECONDS, registry=registry
         )
         errors = Histogram(
             "shoal:step_prediction_error_ratio",

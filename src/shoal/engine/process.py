@@ -23,7 +23,7 @@ from shoal.engine.metrics import EngineCollector, StepMetrics
 from shoal.engine.server import Server
 from shoal.telemetry.journal import Planner
 from shoal.telemetry.metrics import Exporter, new_registry
-from shoal.wire.link import ControlLink
+from shoal.wire.control import ControlLink
 from shoal.wire.messages import EngineInfo, Register, Replica, Report, Role
 
 DRAIN_S = 5.0  # what running streams get to finish after SIGTERM

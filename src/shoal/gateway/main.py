@@ -34,7 +34,7 @@ from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.telemetry import logs
 from shoal.telemetry.metrics import Exporter
 from shoal.wire import address, lifeline
-from shoal.wire.link import ControlLink
+from shoal.wire.control import ControlLink
 from shoal.wire.messages import Register, Report, Role
 
 DRAIN_S = 5.0  # what running answers get to finish after SIGTERM

@@ -15,43 +15,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 
-from shoal.controller.config import ClusterConfig, ControllerConfig
 from shoal.controller.launchers.child import Child
 from shoal.controller.launchers.folder import runtime_folder
 from shoal.controller.registry import SERVING
 from shoal.telemetry import logs
 from shoal.wire import address, lifeline
-from shoal.wire.link import ControlLink
+from shoal.wire.control import ControlLink
 from shoal.wire.messages import Register, Report, Role
 
 START_S = 1800.0  # a service that is not ready by then will not be
 _POLL_S = 0.1
 _GATEWAY_STOP_S, _ENGINE_STOP_S, _CONTROLLER_STOP_S = 15.0, 12.0, 5.0
-
-
-class GatewayBinding(Protocol):
-    @property
-    def host(self) -> str: ...
-
-    @property
-    def port(self) -> int: ...
-
-
-class ServiceConfig(Protocol):
-    """What the supervisor needs of shoal.config.Config, which lies above this package."""
-
-    @property
-    def gateway(self) -> GatewayBinding: ...
-
-    @property
-    def controller(self) -> ControllerConfig: ...
-
-    @property
-    def cluster(self) -> ClusterConfig: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +39,23 @@ class Service:
     status_url: str
 
 
-def run(config: ServiceConfig, config_yaml: str, *, on_ready: Callable[[Service], None] = lambda service: None) -> int:
+def run(
+    config_yaml: str,
+    *,
+    api: tuple[str, int],
+    page: tuple[str, int],
+    num_replicas: int,
+    on_ready: Callable[[Service], None],
+) -> int:
     """Serves until SIGINT, SIGTERM or SIGHUP. Exit status: 0 after a signal, 1 where the start failed.
 
-    `config_yaml` is the same configuration as text, for the children. `on_ready` is called once.
+    `config_yaml` is the whole configuration, for the children; `api` and `page`: host and port of the gateway and of
+    the status page, port 0 any free one. `on_ready` is called once.
     """
     logs.setup("supervisor")
     with runtime_folder() as folder, _lifeline() as inherited:
-        return asyncio.run(_Supervisor(config, config_yaml, folder, inherited, on_ready).run())
+        supervisor = _Supervisor(config_yaml, api, page, num_replicas, folder, inherited)
+        return asyncio.run(supervisor.run(on_ready))
 
 
 @contextlib.contextmanager
@@ -86,21 +72,21 @@ def _lifeline() -> Iterator[int]:
 class _Supervisor:
     def __init__(
         self,
-        config: ServiceConfig,
         config_yaml: str,
+        api: tuple[str, int],
+        page: tuple[str, int],
+        num_replicas: int,
         folder: Path,
         inherited: int,
-        on_ready: Callable[[Service], None],
     ) -> None:
-        self._on_ready = on_ready
         self._folder = folder
         self._inherited = inherited
         self._secret = secrets.token_hex(32)
-        self._replicas = config.cluster.replicas
-        gateway, page = config.gateway, config.controller
-        gateway_port = gateway.port or _free_port(gateway.host)
-        page_port = page.port or _free_port(page.host)
-        self._service = Service(_url(gateway.host, gateway_port), _url(page.host, page_port))
+        self._num_replicas = num_replicas
+        (api_host, api_port), (page_host, page_port) = api, page
+        api_port = api_port or _free_port(api_host)
+        page_port = page_port or _free_port(page_host)
+        self._service = Service(_url(api_host, api_port), _url(page_host, page_port))
         self._config_file = folder / "config.yaml"
         self._config_file.touch(mode=0o600)
         self._config_file.write_text(config_yaml, "utf-8")
@@ -110,9 +96,9 @@ class _Supervisor:
         )
         self._engines = [
             self._child(name, "engine", ["--listen", self._address(name), *control])
-            for name in (f"engine-{n}" for n in range(self._replicas))
+            for name in (f"engine-{n}" for n in range(self._num_replicas))
         ]
-        self._gateway = self._child("gateway-0", "gateway", ["--port", str(gateway_port), *control])
+        self._gateway = self._child("gateway-0", "gateway", ["--port", str(api_port), *control])
         self._signals = 0
         self._stop = asyncio.Event()
         self._link = ControlLink(
@@ -129,17 +115,17 @@ class _Supervisor:
     def _children(self) -> list[Child]:
         return [self._controller, *self._engines, self._gateway]
 
-    async def run(self) -> int:
+    async def run(self, on_ready: Callable[[Service], None]) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
-        self._say("shoal", f"starting controller, {self._replicas} engine(s) and gateway")
+        self._say("shoal", f"starting controller, {self._num_replicas} engine(s) and gateway")
         lives = [asyncio.create_task(child.run()) for child in self._children]
         linked = asyncio.create_task(self._link.run())
         try:
             if not await self._ready():
                 return 0 if self._signals else 1
-            self._on_ready(self._service)
+            on_ready(self._service)
             await self._stop.wait()
             return 0
         finally:
@@ -172,7 +158,7 @@ class _Supervisor:
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError, KeyError, ValueError):
                     async with session.get(self._service.status_url + "/status") as answer:
                         states = [replica["state"] for replica in (await answer.json())["replicas"]]
-                    if states.count(SERVING) == self._replicas:
+                    if states.count(SERVING) == self._num_replicas:
                         async with session.get(self._service.url + "/ready") as answer:
                             if answer.status == 200:
                                 return True
