@@ -231,6 +231,17 @@ async def test_members_are_dialled_kept_on_disk_and_retired_only_when_they_are_g
     await asyncio.wait([running])
 
 
+async def test_the_members_file_is_private_and_follows_no_link(folder: Path) -> None:
+    victim = folder / "victim"
+    victim.write_text("untouched")
+    (folder / "members.new").symlink_to(victim)
+    member = Replica(name="engine-0", incarnation="x", address=f"unix:{folder}/e.sock", state="serving")
+    members = Members(version=1, replicas=(member,))
+    Replicas(IDENTITY, members_file=folder / "members.json").on_members(members)
+    assert (folder / "members.json").stat().st_mode & 0o777 == 0o600
+    assert victim.read_text() == "untouched" and not (folder / "members.json").is_symlink()
+
+
 async def test_a_broken_members_file_does_no_harm(folder: Path) -> None:
     file = folder / "members.json"
     file.write_text("{")

@@ -8,8 +8,10 @@ import os
 import pickle
 import re
 import socket
+import sys
 import tokenize
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,8 +19,8 @@ import msgspec
 import psutil
 import pytest
 
-from tests.support.processes import ROOT, descendants, listening, wait_until
-from tests.support.serve import Serving, complete, ready
+from tests.support.processes import ROOT, descendants, listening, running, wait_until
+from tests.support.serve import Serving, complete, ready, serve
 from tests.support.wires import frame
 
 SOURCE = ROOT / "src"
@@ -101,6 +103,43 @@ def test_sec_01_e_a_default_start_listens_on_loopback_and_private_sockets_only(s
             assert Path(where).parent.stat().st_mode & 0o777 == 0o700
         else:
             assert where.startswith("127.0.0.1:"), where
+
+
+@pytest.mark.torch
+def test_secrets_are_in_no_argument_line_or_file_and_only_where_they_are_needed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-key-that-nobody-must-see"
+    monkeypatch.setenv("SHOAL_API_KEY", key)
+    with serve(model) as service:
+        gateway = service.pid("gateway-0")
+        secrets = {key}
+        for process in descendants(service.process.pid):
+            environment = process.environ()
+            secrets.add(environment["SHOAL_SECRET"])
+            assert ("SHOAL_API_KEY" in environment) == (process.pid == gateway), process.cmdline()
+        assert len(secrets) == 2
+        assert asyncio.run(complete(service.url, "model0")) == 401
+        shown = [service.process.text, str(service.status())]
+        shown += [" ".join(process.cmdline()) for process in descendants(service.process.pid)]
+        shown += [path.read_text() for path in service.folder.rglob("*") if path.is_file()]
+        assert not [text for text in shown for secret in secrets if secret in text]
+        assert all(path.stat().st_mode & 0o077 == 0 for path in service.folder.rglob("*"))
+
+
+def test_the_status_page_does_not_collect_endless_heads() -> None:
+    command = [sys.executable, "-m", "shoal.cli", "controller", "--listen", "tcp:127.0.0.1:0", "--controller-port", "0"]
+    with running(command, {"SHOAL_SECRET": "x"}) as process:
+        where = urlsplit(process.wait_line(r"page=(\S+)")[1]).netloc
+        host, _, port = where.rpartition(":")
+        wait_until(lambda: where in listening(process.pid))
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: ")
+            sent = 0
+            with suppress(ConnectionError):
+                while sent < 16 << 20:
+                    sent += sock.send(b"a" * 65536)
+        assert sent < 16 << 20
 
 
 def code_lines(path: Path) -> list[str]:

@@ -71,6 +71,7 @@ def _page_server(hub: Hub, url: str) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=_HTTP_END_S,
         limit_concurrency=64,
+        http="h11",  # limits the size of a request's head; speed is no concern here
         ws="none",
     )
     return _Server(config)

@@ -121,7 +121,9 @@ class Replicas:
             return
         temporary = self._members_file.with_suffix(".new")
         try:
-            temporary.write_bytes(msgspec.json.encode(members))
+            temporary.unlink(missing_ok=True)  # whatever lies there is neither followed nor kept
+            with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(msgspec.json.encode(members))
             os.replace(temporary, self._members_file)
         except OSError as e:
             log.warning("members.not_written", {"file": str(self._members_file), "detail": str(e)})

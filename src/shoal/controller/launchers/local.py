@@ -180,10 +180,13 @@ class _Supervisor:
                 child.kill()
 
     def _child(self, name: str, command: str, options: list[str]) -> Child:
+        env = {**os.environ, "SHOAL_SECRET": self._secret, lifeline.VARIABLE: str(self._inherited)}
+        if command != "gateway":
+            env.pop("SHOAL_API_KEY", None)
         return Child(
             name,
             [sys.executable, "-m", "shoal.cli", command, "--config", str(self._config_file), "--name", name, *options],
-            env={**os.environ, "SHOAL_SECRET": self._secret, lifeline.VARIABLE: str(self._inherited)},
+            env=env,
             inherit=[self._inherited],
             say=self._say,
             changed=lambda: self._link.registration_changed(),
