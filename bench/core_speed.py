@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 
 from common import Report, arguments
 from shoal.core.kv.hashing import chain, root_key, scope_key
+from shoal.core.limits import Limits
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import RequestSpec
-from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.scheduler import Scheduler
 from shoal.workload.latency import percentile
 
 SEQS, BLOCKS, BLOCK = 512, 100_000, 16

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 import pytest
 
 from shoal.core.kv.hashing import root_key
+from shoal.core.limits import Limits
 from shoal.core.plan import Accepted, Ended, Event, Logprobs, PromptScored, Refused, Token
 from shoal.core.request import Finish, RequestSpec
-from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from tests.core.block_runner import BlockRunner
 from tests.core.naive import VOCAB, Client, random_specs, sample

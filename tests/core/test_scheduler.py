@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from shoal.core.kv.hashing import chain, root_key, scope_key
+from shoal.core.limits import Limits
 from shoal.core.plan import Accepted, Ended, Event, Refused, StepResult, Token, View
 from shoal.core.request import Finish, Refusal, Request, RequestSpec, Sampling, State
-from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.scheduler import Scheduler
 from tests.core.block_runner import BlockRunner
 from tests.core.naive import sample
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.core.kv.hashing import root_key
+from shoal.core.limits import Limits
 from shoal.core.plan import Ended, Event, Preempted, PromptScored, Refused, StepPlan, Token
 from shoal.core.request import RequestSpec, Sampling
-from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from tests.core.block_runner import BlockRunner
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.core.kv.hashing import root_key
-from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.limits import Limits
+from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.engine import process
 from shoal.engine.process import Engine, Parts

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.core.scheduler import Limits, Scheduler
+from shoal.core.limits import Limits
+from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost, fit
 from shoal.engine import process
 from shoal.engine.config import EngineConfig
