@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.gateways import MODEL, Service, read_all, service, unchunked
@@ -124,3 +125,19 @@ def test_api_11_close_with_another_request_waiting_behind(slow: Service) -> None
     sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     read_events(sock, 3)
     gone(slow, sock)
+
+
+def test_api_11_five_hundred_clients_that_go_away_leave_nothing_open(slow: Service) -> None:
+    gateway, engine = psutil.Process(slow.gateway.pid), psutil.Process(slow.engines[0].pid)
+    assert slow.complete("hello", max_tokens=1).status == 200
+    before = gateway.num_fds(), engine.num_fds(), gateway.num_threads(), engine.num_threads()
+    for number in range(500):
+        sock = slow.post(TEXT, asking(stream=number % 2 == 0))
+        if number % 50 == 0:
+            sock.recv(1)
+        sock.close()
+    wait_until(lambda: busy(slow) == 0, 20)
+    wait_until(lambda: slow.counts("requests_in_flight")[""] == 0)
+    assert slow.engine_count("kv_cache_usage_perc") == 0
+    now = gateway.num_fds(), engine.num_fds(), gateway.num_threads(), engine.num_threads()
+    assert all(after <= first + 2 for first, after in zip(before, now, strict=True)), (before, now)
