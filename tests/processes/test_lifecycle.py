@@ -50,6 +50,6 @@ def test_silence_has_a_floor_and_grows_with_the_announced_step() -> None:
     second = 1_000_000_000
     assert [health.suspect_after_ns(s) / second for s in (0, second // 10, second)] == [1.5, 1.5, 3.0]
     assert [health.dead_after_ns(s) / second for s in (0, second // 10, second)] == [3.0, 3.0, 5.0]
-    assert health.stuck_after_ns() > health.dead_after_ns() > health.suspect_after_ns()
+    assert health.stuck_after_ns(0) > health.dead_after_ns(0) > health.suspect_after_ns(0)
     assert not health.expired(0, 5 * second)
     assert health.expired(0, 5 * second + 1)

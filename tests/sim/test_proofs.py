@@ -89,7 +89,8 @@ class Client:
         self.open: set[str] = set()
         self.failed: list[BaseException] = []
         self.wanted = threading.Semaphore(0)  # requests to send
-        recorder = Recorder(Scheduler(limits(in_flight), hash_root=ROOT), JournalFile(path), hash_root=ROOT)
+        scheduler = Scheduler(limits(in_flight), hash_root=ROOT)
+        recorder = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
         self.loop = StepLoop(
             recorder,
             runner,
@@ -108,7 +109,7 @@ class Client:
             assert self.wanted.acquire(timeout=WAIT_S) and not self.failed
         assert self.loop.stop(WAIT_S)
         thread.join(WAIT_S)
-        recorder.check()
+        scheduler.check()
         recorder.close()
 
     def send(self, number: int) -> None:
@@ -162,11 +163,8 @@ def test_a_real_model_is_replayed_and_simulated_exactly(tmp_path: Path, in_fligh
 def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "journal"
     rng, in_flight = Random(seed), seed % 3 + 1
-    live = Recorder(
-        Scheduler(limits(in_flight), hash_root=ROOT, cost=StepCost((1e6, 2e4, 3.0, 1e4, 0.0))),
-        JournalFile(path),
-        hash_root=ROOT,
-    )
+    scheduler = Scheduler(limits(in_flight), hash_root=ROOT, cost=StepCost((1e6, 2e4, 3.0, 1e4, 0.0)))
+    live = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
     flying: list[StepPlan] = []
     ids: list[str] = []
     for number in range(600):
@@ -184,7 +182,7 @@ def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) 
             plan = flying.pop(0)
             tokens = [rng.randrange(VOCAB) for part in plan.slices if part.sample]
             live.apply(StepResult(plan.step, tokens, busy_ns=rng.randrange(10_000_000)), now_ns)
-        live.check()
+        scheduler.check()
     live.close()
     assert replay(path) == sum(1 for _ in journal.read(path)) > 100
 

@@ -12,17 +12,17 @@ DEAD_NS, DEAD_STEPS = 3_000 * MS_NS, 5
 STUCK_NS, STUCK_STEPS = 60_000 * MS_NS, 100
 
 
-def suspect_after_ns(announced_ns: int = 0) -> int:
+def suspect_after_ns(announced_ns: int) -> int:
     """How long a step counter may stand still before its replica gets no new work; `announced_ns`: the present step."""
     return max(SUSPECT_NS, SUSPECT_STEPS * announced_ns)
 
 
-def dead_after_ns(announced_ns: int = 0) -> int:
+def dead_after_ns(announced_ns: int) -> int:
     """How long it may stand still before its replica counts as dead."""
     return max(DEAD_NS, DEAD_STEPS * announced_ns)
 
 
-def stuck_after_ns(announced_ns: int = 0) -> int:
+def stuck_after_ns(announced_ns: int) -> int:
     """How long a step may take before its own process gives up: far beyond slow, whatever was announced."""
     return max(STUCK_NS, STUCK_STEPS * announced_ns)
 

@@ -105,10 +105,6 @@ class Recorder:
         self._sink = sink
         self._write(Header(VERSION, scheduler.limits, hash_root, scheduler.cost.coefficients))
 
-    @property
-    def num_in_flight(self) -> int:
-        return self._scheduler.num_in_flight
-
     def submit(self, spec: RequestSpec, now_ns: int) -> Accepted | Refused:
         try:
             answer = self._scheduler.submit(spec, now_ns)
@@ -151,9 +147,6 @@ class Recorder:
 
     def view(self) -> View:
         return self._scheduler.view()
-
-    def check(self) -> None:
-        self._scheduler.check()
 
     def close(self) -> None:
         self._sink.close()
