@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.engine.model.config import Rope
-from shoal.engine.model.registry import ARCHITECTURES, eos_token_ids, read_config
+from shoal.engine.model.registry import ARCHITECTURES, read_config
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -140,20 +140,3 @@ def test_a_broken_config_names_the_file(tmp_path: Path, content: str | bytes | N
         (tmp_path / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_config(tmp_path)
-
-
-def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
-    write(tmp_path, eos_token_id=7)
-    assert eos_token_ids(tmp_path) == (7,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}', encoding="utf-8")
-    assert eos_token_ids(tmp_path) == (3, 7, 9)
-    write(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{}", encoding="utf-8")
-    assert eos_token_ids(tmp_path) == ()
-
-
-@pytest.mark.parametrize("value", ["x", [["x"]], {"a": 1}, 1.5, -1, True])
-def test_end_tokens_are_token_ids(tmp_path: Path, value: Any) -> None:
-    write(tmp_path, eos_token_id=value)
-    with pytest.raises(ValueError, match=r"config\.json: eos_token_id is"):
-        eos_token_ids(tmp_path)

@@ -21,7 +21,7 @@ from shoal.engine.device import Device
 from shoal.engine.model.attention import Span
 from shoal.engine.sample import History, SamplingBatch
 
-_SETTINGS = {  # columns of the table, named as the fields of Sampling
+_SETTINGS = {  # fields of Sampling that are columns of the table
     "temperature": np.float32,
     "top_p": np.float32,
     "top_k": np.int64,

@@ -28,7 +28,7 @@ from shoal.engine.kvstore import KV_FORMAT, KVStore, block_bytes
 from shoal.engine.model.attention import ATTENTION
 from shoal.engine.model.llama import Llama
 from shoal.engine.model.load import load_weights, model_digest
-from shoal.engine.model.registry import eos_token_ids, read_config
+from shoal.engine.model.registry import read_config
 from shoal.engine.sample import Scores, sample, score
 from shoal.engine.warmup import growing_steps, largest_step
 
@@ -62,7 +62,6 @@ class Runner:
         block_tokens: int,
         max_model_len: int,
         digest: str,
-        eos_token_ids: tuple[int, ...],
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -70,7 +69,6 @@ class Runner:
         self.max_model_len = max_model_len
         self.model_digest = digest
         self.hash_root = root_key(digest, str(device.dtype).removeprefix("torch."), KV_FORMAT, block_tokens)
-        self.eos_token_ids = eos_token_ids
         self._model = model
         self._device = device
         self._store = KVStore(model.config, device, num_blocks, block_tokens)
@@ -233,7 +231,6 @@ def load(model_dir: Path, config: EngineConfig) -> Runner:
         block_tokens=config.block_size,
         max_model_len=max_model_len,
         digest=model_digest(model_dir),
-        eos_token_ids=eos_token_ids(model_dir),
     )
     peak_bytes = device.peak_bytes(lambda: build(num_blocks=1).compute(largest_step(config, max_model_len)))
     one = block_bytes(settings, device.dtype, config.block_size)

@@ -28,9 +28,8 @@ from shoal.engine.device import Device
 GREEDY_BELOW = 1e-5  # temperatures under this mean greedy
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
-_CANDIDATES = (
-    1024  # top-k and top-p are looked for among this many first; sorting a vocabulary costs eight times as much
-)
+# top-k and top-p are looked for among so many first; sorting a whole vocabulary costs eight times as much
+_CANDIDATES = 1024
 _PIECE_ELEMENTS = 1 << 20  # noise for a whole vocabulary is made for so many elements at a time, to stay in cache
 
 

@@ -45,16 +45,3 @@ def read_config(folder: Path) -> ModelConfig:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"config.json: architectures is {names!r}; allowed: one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name](raw)
-
-
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: generation_config.json's, where there is one, and config.json's. Sorted."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        if name == "config.json" or (folder / name).exists():
-            value = read_json(folder / name).get("eos_token_id")
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            if not all(type(id) is int and id >= 0 for id in ids):
-                raise ValueError(f"{name}: eos_token_id is {value!r}; must be a token id or a list of them")
-            found.update(ids)
-    return tuple(sorted(found))
