@@ -147,7 +147,7 @@ def test_the_digest_is_stable_and_tells_models_apart(model: Path, tmp_path: Path
 
 def test_the_runner_says_what_it_serves(tiny: Path, new_runner: Callable[..., Runner]) -> None:
     runner = new_runner(tiny, block_size=32)
-    assert (runner.vocab_size, runner.max_model_len, runner.block_tokens, runner.eos_token_ids) == (288, 512, 32, (2,))
+    assert (runner.vocab_size, runner.max_model_len, runner.block_tokens) == (288, 512, 32)
     assert runner.num_blocks == (8 << 20) // (2 * 2 * 32 * 2 * 16 * 4)  # layers, k and v, tokens, kv heads, head, bytes
     assert runner.model_digest == model_digest(tiny)
     assert runner.hash_root != new_runner(tiny).hash_root, "the block size is part of the root"
