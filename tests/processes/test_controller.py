@@ -24,6 +24,7 @@ from shoal.controller.registry import Registry
 from shoal.core.request import RequestSpec
 from shoal.wire.control import ControlLink
 from shoal.wire.messages import Frame, Hello, Members, Register, Replica, Report, Role, Submit, Supervised
+from tests.support.command import shoal_here
 from tests.support.processes import Process, running, scripted_engine, socket_folder, wait_until
 from tests.support.scripted import Script
 from tests.support.wires import SECRET, connect, next_of, until
@@ -231,6 +232,26 @@ async def test_the_terminal_shows_the_same() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for word in ("loading", "parked", "http://x/", "exit"):
         assert word in text
+
+
+def test_the_default_model_fits_80_columns_and_fewer_columns_cut_nothing_off() -> None:
+    view = {"num_running": 64, "num_waiting": 1024, "step": 123456, "total_blocks": 9, "free_blocks": 0}
+    replica = {"name": "engine-0", "state": "serving", "connected": True, "uptime_s": 7000, "pid": 31550}
+    replica |= {"model": "smollm2-135m", "view": view | {"cached_blocks": 0}}
+    shown = {}
+    for width in (60, 80):
+        console = Console(width=width, file=io.StringIO(), force_terminal=True)
+        console.print(status.tables({"replicas": [replica], "gateways": [], "processes": []}))
+        shown[width] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(word in shown[80] for word in ("engine-0", "smollm2-135m", "123456", "117 min", "31550"))
+    assert "…" not in shown[60]
+
+
+def test_the_address_of_something_else_is_called_that() -> None:
+    with socket_folder() as folder, controller(folder) as (_, url):
+        done = shoal_here("status", "--url", f"{url}/elsewhere")
+    assert done.returncode == 1
+    assert "answers 404: it is no status page" in done.stderr and "is shoal running?" not in done.stderr
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "127.0.0.1:8001"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FETCH_LIMIT_S = 5.0
+PIPE_COLUMNS = 200  # a name that grep looks for stays in one piece
 
 
 def status(
@@ -28,6 +31,10 @@ def status(
 
     try:
         found = fetch(url)
+    except urllib.error.HTTPError as error:
+        raise ValueError(
+            f"{url} answers {error.code}: it is no status page; `shoal serve` prints its address"
+        ) from None
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise OSError(
@@ -36,7 +43,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        Console().print(tables(found))
+        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(tables(found))
 
 
 def fetch(url: str) -> Document:
@@ -60,7 +67,7 @@ def tables(status: Document) -> Group:
 
 
 def _replica_table(replicas: list[Document]) -> Table:
-    table = _table("replica", "state", "model", "running", "waiting", "KV used", "steps", "up", "pid")
+    table = _table("replica", "state", "model", "running", "waiting", "KV", "steps", "up", "pid")
     for r in replicas:
         view = r["view"]
         numbers = ["-"] * 4
@@ -93,7 +100,10 @@ def _process_table(status: Document) -> list[Table]:
 
 
 def _table(*columns: str) -> Table:
-    """Without lines, so that a replica's row fits 80 columns."""
+    """Without lines, so that a replica's row fits 80 columns; where it does not, cells go on in the next line."""
     from rich.table import Table
 
-    return Table(*columns, box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
