@@ -26,7 +26,7 @@ BIN := .venv/bin
 	@touch $@
 
 serve: .venv/serve
-	@exec $(BIN)/shoal serve --port $(PORT)
+	@exec $(BIN)/shoal serve --port $(PORT) --controller-port $$(($(PORT) + 1))
 
 check: .venv/dev
 	@$(BIN)/ruff format --check src tests bench examples docs

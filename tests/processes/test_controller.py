@@ -24,7 +24,7 @@ from shoal.controller.registry import Registry
 from shoal.core.request import RequestSpec
 from shoal.wire.control import ControlLink
 from shoal.wire.messages import Frame, Hello, Members, Register, Replica, Report, Role, Submit, Supervised
-from tests.support.command import shoal_here
+from tests.support.command import shoal, shoal_here
 from tests.support.processes import Process, running, scripted_engine, socket_folder, wait_until
 from tests.support.scripted import Script
 from tests.support.wires import SECRET, connect, next_of, until
@@ -245,6 +245,16 @@ def test_the_default_model_fits_80_columns_and_fewer_columns_cut_nothing_off() -
         shown[width] = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(word in shown[80] for word in ("engine-0", "smollm2-135m", "123456", "117 min", "31550"))
     assert "…" not in shown[60]
+
+
+def test_a_port_that_is_taken_is_named_with_the_option_that_chooses_another() -> None:
+    with socket_folder() as folder, controller(folder) as (_, url):
+        port = str(urlsplit(url).port)
+        done = shoal(
+            "controller", "--listen", f"unix:{folder}/2.sock", "--controller-port", port, SHOAL_SECRET="x" * 32
+        )
+    assert done.returncode == 1
+    assert f"Address already in use: 127.0.0.1:{port} (--controller-port chooses another port)" in done.stderr
 
 
 def test_the_address_of_something_else_is_called_that() -> None:

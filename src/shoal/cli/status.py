@@ -63,7 +63,7 @@ def tables(status: Document) -> Group:
     from rich.padding import Padding
 
     parts = [_replica_table(status["replicas"]), _gateway_table(status["gateways"]), *_process_table(status)]
-    return Group(*(Padding(table, (0, 0, 1, 0)) for table in parts))
+    return Group(*(Padding(table, (0, 0, 1, 0), expand=False) for table in parts))
 
 
 def _replica_table(replicas: list[Document]) -> Table:

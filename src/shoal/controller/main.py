@@ -42,7 +42,7 @@ def run(config: ControllerConfig, *, name: str, listen: str) -> None:
 async def _serve(config: ControllerConfig, listen: str, secret: bytes) -> None:
     hub = Hub(Registry(first_version=time.time_ns()))
     await hub.listen(listen, secret=secret, incarnation=secrets.token_hex(8))
-    page = address.bind_tcp(config.host, config.port)
+    page = address.bind_tcp(config.host, config.port, option="--controller-port")
     url = address.http_url(*page.getsockname()[:2])
     server = _page_server(hub, url)
     loop = asyncio.get_running_loop()

@@ -77,7 +77,7 @@ def run(
         engines=engines,
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signal(gateway, address.bind_tcp(config.host, config.port)))
+        runner.run(_until_signal(gateway, address.bind_tcp(config.host, config.port, option="--port")))
 
 
 async def _until_signal(gateway: Gateway, sock: socket.socket) -> None:

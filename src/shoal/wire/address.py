@@ -66,8 +66,9 @@ def bind(address: UnixAddress | TcpAddress) -> socket.socket:
     return _bind_unix(address.path)
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening; port 0: any free one. Raises OSError that names both."""
+def bind_tcp(host: str, port: int, *, option: str = "") -> socket.socket:
+    """A bound socket, not yet listening; port 0: any free one. Raises OSError that names both, and the option that
+    chooses another port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio: else no TCP_NODELAY
     try:
@@ -75,7 +76,9 @@ def bind_tcp(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as e:
         sock.close()
-        raise OSError(e.errno, f"{e.strerror}: {host}:{port}") from None
+        raise OSError(
+            e.errno, f"{e.strerror}: {host}:{port}{f' ({option} chooses another port)' * bool(option)}"
+        ) from None
     return sock
 
 
