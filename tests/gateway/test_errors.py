@@ -33,3 +33,7 @@ def test_shape(reason: str) -> None:
     assert 400 <= error.shape.status < 600
     if error.shape.status in (429, 503):
         assert dict(error.shape.headers)["retry-after"].isdigit()
+
+
+def test_a_generation_that_ran_out_of_time_is_not_sent_again_by_openais_client() -> None:
+    assert ("x-should-retry", "false") in ApiError(Reason.TIMEOUT, "").shape.headers

@@ -151,7 +151,10 @@ def test_a_stream_that_is_left_gives_its_request_up(llm):
         ([1, "a"], "Expected `int`, got `str`"),
         ("x" * 600, "the context window is 512 tokens"),
         ([{"role": "user"}], "'messages[0].content' is required"),
-        ([{"role": "nobody", "content": "x"}], "messages[0].role: Invalid enum value 'nobody'"),
+        (
+            [{"role": "nobody", "content": "x"}],
+            "messages[0].role: Invalid enum value 'nobody'",
+        ),
         ("\ud800", "surrogate"),
     ],
 )

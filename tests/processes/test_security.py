@@ -69,7 +69,9 @@ def test_sec_01_c_the_search_finds_what_it_is_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_sec_01_a_pickles_to_every_port_run_nothing_and_are_counted(service: Serving, tmp_path: Path) -> None:
+def test_sec_01_a_pickles_to_every_port_run_nothing_and_are_counted(
+    service: Serving, model: Path, tmp_path: Path
+) -> None:
     pids = {process.pid for process in descendants(service.process.pid)}
     bombs = [tmp_path / f"pwned_{protocol}" for protocol in (0, 2, 5)]
     payloads = [pickle.dumps(Bomb(path), protocol) for path, protocol in zip(bombs, (0, 2, 5), strict=True)]
@@ -87,7 +89,7 @@ def test_sec_01_a_pickles_to_every_port_run_nothing_and_are_counted(service: Ser
     assert not any(path.exists() for path in bombs)
     assert {process.pid for process in descendants(service.process.pid)} == pids, "a process ended"
     assert asyncio.run(ready(service.url)) == 200
-    assert asyncio.run(complete(service.url, "model0")) == 200
+    assert asyncio.run(complete(service.url, model.name)) == 200
     for metrics in (service.status_url + "/metrics", service.status()["replicas"][0]["metrics"]):
         wait_until(lambda metrics=metrics: num_bad(metrics) >= 9)
 
@@ -119,7 +121,7 @@ def test_secrets_are_in_no_argument_line_or_file_and_only_where_they_are_needed(
             secrets.add(environment["SHOAL_SECRET"])
             assert ("SHOAL_API_KEY" in environment) == (process.pid == gateway), process.cmdline()
         assert len(secrets) == 2
-        assert asyncio.run(complete(service.url, "model0")) == 401
+        assert asyncio.run(complete(service.url, model.name)) == 401
         shown = [service.process.text, str(service.status())]
         shown += [" ".join(process.cmdline()) for process in descendants(service.process.pid)]
         shown += [path.read_text() for path in service.folder.rglob("*") if path.is_file()]

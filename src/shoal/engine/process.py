@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -117,6 +118,7 @@ class Engine:
     def _step_thread(self) -> None:
         try:
             parts = self._build()
+            gc.freeze()  # what is loaded stays: a full collection, in the middle of a step, need not look at it
             steps = StepLoop(
                 parts.scheduler,
                 parts.runner,

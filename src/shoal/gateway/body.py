@@ -7,12 +7,13 @@ import contextlib
 import difflib
 import re
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from shoal.gateway.errors import ApiError, Reason, invalid
+from shoal.gateway.schema import Role
 
 MAX_DEPTH = 64
 MAX_BODY_S = 60.0  # from the first to the last byte
@@ -123,5 +124,7 @@ def _explain(problem: str, schema: type) -> ApiError:
     if missing := _MISSING.fullmatch(what):
         name = prefix + missing.group("name")
         return invalid(f"'{name}' is required", name)
+    if what.startswith("Invalid enum value"):  # the schema has no other enumeration
+        what += f"; allowed: {', '.join(get_args(Role))}"
     place = f"{path}: a key" if at and at.group("key") else path or "the body"
     return invalid(f"{place}: {what}", path or None)

@@ -51,6 +51,7 @@ class Shape(NamedTuple):
 
 _SOON = (("retry-after", "1"),)
 _CLOSE = (("connection", "close"),)
+_FINAL = (("x-should-retry", "false"),)  # OpenAI's clients would send it twice more, each as long and as vain
 
 TABLE: Mapping[str, Shape] = {
     # the client's doing
@@ -83,7 +84,7 @@ TABLE: Mapping[str, Shape] = {
     Reason.ENGINE_ABORTED: Shape(502, "server_error"),
     Reason.ENGINE_ERROR: Shape(502, "server_error"),
     Reason.SEAM_BROKEN: Shape(502, "server_error"),
-    Reason.TIMEOUT: Shape(504, "server_error"),
+    Reason.TIMEOUT: Shape(504, "server_error", _FINAL),
     Refusal.DUPLICATE_ID: Shape(500, "server_error"),
     Refusal.UNKNOWN_LEADER: Shape(500, "server_error"),
     Reason.INTERNAL: Shape(500, "server_error"),

@@ -84,8 +84,11 @@ class Part(Struct, forbid_unknown_fields=True, kw_only=True):
     refusal: Any = None
 
 
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+
+
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Role
     content: str | list[Part] | None = None
     name: str | None = None
     # what clients send back with an assistant's answer; allowed empty
