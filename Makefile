@@ -33,7 +33,7 @@ check: .venv/dev
 	@$(BIN)/ruff check src tests bench examples docs
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/pytest -q -n 2 -m 'not torch and not processes'
+	@$(BIN)/pytest -q -n 2 --dist loadfile -m 'not torch and not processes'
 
 test: .venv/dev
 	@$(BIN)/ruff format --check src tests bench examples docs
@@ -41,7 +41,7 @@ test: .venv/dev
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/shoal pull smollm2-135m
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 bench: .venv/dev
 	@for script in core_speed first_token; do $(BIN)/python bench/$$script.py --quick || exit 1; done
