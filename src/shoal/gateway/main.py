@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from shoal.core.request import Sampling
 from shoal.fetch.home import shoal_home
 from shoal.gateway.api import Api
 from shoal.gateway.app import App
@@ -26,6 +27,7 @@ from shoal.gateway.dispatch import Dispatcher
 from shoal.gateway.http import IDLE_S, limited
 from shoal.gateway.link import Identity
 from shoal.gateway.metrics import Metrics
+from shoal.gateway.params import advised_sampling
 from shoal.gateway.prompts import Prompts
 from shoal.gateway.replicas import Replicas
 from shoal.gateway.routes import router
@@ -71,6 +73,7 @@ def run(
         config,
         keys=keys,
         prompts=Prompts(Tokenizer.load(model_dir), ChatTemplate.load(model_dir)),
+        advised=advised_sampling(model_dir),
         served_name=served_name,
         identity=Identity(name=name, incarnation=secrets.token_hex(8), secret=secret),
         controller=controller,
@@ -98,6 +101,7 @@ class Gateway:
         *,
         keys: Keys,
         prompts: Prompts,
+        advised: Sampling,
         served_name: str,
         identity: Identity,
         controller: str,
@@ -112,6 +116,7 @@ class Gateway:
         self._dispatcher = Dispatcher(self._replicas, prompts.tokenizer, self.metrics, config.request_timeout_s)
         api = Api(
             model=served_name,
+            advised=advised,
             prompts=prompts,
             dispatcher=self._dispatcher,
             metrics=self.metrics,

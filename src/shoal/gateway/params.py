@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from shoal.core.request import Refusal, Sampling
 from shoal.gateway.errors import ApiError, invalid, unsupported
 from shoal.gateway.schema import INERT, INERT_IN_MESSAGES, MAX_STOP_BYTES, ChatMessage, ChatRequest, CompletionRequest
+from shoal.gateway.text.tokenizer import read_json
 
 Asked = ChatRequest | CompletionRequest
 
@@ -31,23 +35,41 @@ class Params:
     echo: bool = False
 
 
-def chat_params(body: ChatRequest) -> Params:
+_ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def advised_sampling(model_dir: Path) -> Sampling:
+    """What the model's generation_config.json advises for requests that say nothing of a field, as vLLM takes it.
+
+    Raises ValueError for a value that a request could not have either.
+    """
+    path = model_dir / "generation_config.json"
+    content = read_json(path)
+    told = {name: content[name] for name in _ADVISED if content.get(name) is not None}
+    try:
+        body = msgspec.convert({"model": "", "prompt": "", **told}, CompletionRequest)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return _sampling(body, Sampling(), logprobs=None, echo=False)
+
+
+def chat_params(body: ChatRequest, advised: Sampling = Sampling()) -> Params:
     refuse_active(body, INERT)
     for number, message in enumerate(body.messages):
         refuse_active(message, INERT_IN_MESSAGES, f"messages[{number}].")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' needs 'logprobs': true", "top_logprobs")
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _params(body, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    return _params(body, advised, max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
-def completion_params(body: CompletionRequest) -> Params:
+def completion_params(body: CompletionRequest, advised: Sampling = Sampling()) -> Params:
     refuse_active(body, INERT)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "'best_of' is not supported unless it equals 'n'")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("'max_tokens' must be at least 1 (0 is for scoring a prompt, with 'echo': true)", "max_tokens")
-    return _params(body, body.max_tokens, logprobs=body.logprobs, echo=bool(body.echo))
+    return _params(body, advised, body.max_tokens, logprobs=body.logprobs, echo=bool(body.echo))
 
 
 def refuse_active(body: Any, inert: dict[str, tuple[Any, ...]], prefix: str = "") -> None:
@@ -61,7 +83,9 @@ def refuse_active(body: Any, inert: dict[str, tuple[Any, ...]], prefix: str = ""
             )
 
 
-def _params(body: Asked, max_tokens: int | None, *, logprobs: int | None, echo: bool = False) -> Params:
+def _params(
+    body: Asked, advised: Sampling, max_tokens: int | None, *, logprobs: int | None, echo: bool = False
+) -> Params:
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' needs 'stream': true", "stream_options")
     min_tokens = body.min_tokens or 0
@@ -71,7 +95,7 @@ def _params(body: Asked, max_tokens: int | None, *, logprobs: int | None, echo: 
         n=body.n or 1,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        sampling=_sampling(body, logprobs, echo),
+        sampling=_sampling(body, advised, logprobs=logprobs, echo=echo),
         seed=body.seed,
         stops=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -85,16 +109,16 @@ def _params(body: Asked, max_tokens: int | None, *, logprobs: int | None, echo: 
     )
 
 
-def _sampling(body: Asked, logprobs: int | None, echo: bool) -> Sampling:
-    def given(value: float | None, neutral: float) -> float:
-        return neutral if value is None else float(value)
+def _sampling(body: Asked, advised: Sampling, *, logprobs: int | None, echo: bool) -> Sampling:
+    def given(value: float | None, otherwise: float) -> float:
+        return otherwise if value is None else float(value)
 
     return Sampling(
-        temperature=given(body.temperature, 1.0),
-        top_p=max(given(body.top_p, 1.0), 1e-6),  # 0 means the single likeliest token
-        top_k=max(body.top_k or 0, 0),
-        min_p=given(body.min_p, 0.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
+        temperature=given(body.temperature, advised.temperature),
+        top_p=max(given(body.top_p, advised.top_p), 1e-6),  # 0 means the single likeliest token
+        top_k=max(advised.top_k if body.top_k is None else body.top_k, 0),
+        min_p=given(body.min_p, advised.min_p),
+        repetition_penalty=given(body.repetition_penalty, advised.repetition_penalty),
         presence_penalty=given(body.presence_penalty, 0.0),
         frequency_penalty=given(body.frequency_penalty, 0.0),
         logit_bias=tuple(sorted((body.logit_bias or {}).items())),
