@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from client import Target
 from driver import run, schedule
 from shoal.workload.arrivals import Arrivals, ClosedLoop, OpenLoop
@@ -12,6 +14,8 @@ from shoal.workload.lengths import Mix, Uniform
 from tests.support.gateways import MODEL, service
 from tests.support.scripted import Script
 from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.processes
 
 MIX = Mix(Uniform(24, 0.5), Uniform(12, 0.5))
 

@@ -19,6 +19,8 @@ from shoal.wire.messages import Supervised
 from tests.support.processes import alive
 from tests.support.wires import until
 
+pytestmark = pytest.mark.processes
+
 
 class Watched:
     def __init__(self, code: str) -> None:

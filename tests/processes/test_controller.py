@@ -29,6 +29,8 @@ from tests.support.processes import Process, running, scripted_engine, socket_fo
 from tests.support.scripted import Script
 from tests.support.wires import SECRET, connect, next_of, until
 
+pytestmark = pytest.mark.processes
+
 
 @contextmanager
 def controller(folder: Path, port: int = 0) -> Iterator[tuple[Process, str]]:

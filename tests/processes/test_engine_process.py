@@ -20,6 +20,8 @@ from tests.support.processes import Process, alive, listening, running, scripted
 from tests.support.scripted import Fault, Rule, Script
 from tests.support.wires import connect, next_of
 
+pytestmark = pytest.mark.processes
+
 ENDLESS = Script(rules=(Rule(tokens=(5,), then=5),), step_ms=5)
 
 
