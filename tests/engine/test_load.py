@@ -145,6 +145,11 @@ def test_the_digest_is_stable_and_tells_models_apart(model: Path, tmp_path: Path
     assert all(len(digest) == 32 for digest in digests)
 
 
+def test_without_a_wish_the_window_is_no_longer_than_the_pool(tiny: Path, new_runner: Callable[..., Runner]) -> None:
+    assert new_runner(tiny, kv_cache_bytes=10 * 8192).max_model_len == 10 * 16  # 8 KiB a block of 16 tokens
+    assert new_runner(tiny, kv_cache_bytes=10 * 8192, max_model_len=500).max_model_len == 500
+
+
 def test_the_runner_says_what_it_serves(tiny: Path, new_runner: Callable[..., Runner]) -> None:
     runner = new_runner(tiny, block_size=32)
     assert (runner.vocab_size, runner.max_model_len, runner.block_tokens) == (288, 512, 32)

@@ -16,7 +16,12 @@ class EngineConfig:
     ] = "auto"
     device: Annotated[str, Meta(description="auto, cpu, cuda, cuda:N")] = "auto"
     max_model_len: Annotated[
-        int, Meta(ge=0, extra_json_schema={"unit": "tokens"}, description="longest prompt + output; 0: the model's own")
+        int,
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "tokens"},
+            description="longest prompt + output; 0: the model's own, or what the KV pool holds",
+        ),
     ] = 0
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="most requests in one step")] = 64
     max_num_batched_tokens: Annotated[

@@ -229,13 +229,16 @@ def load(model_dir: Path, config: EngineConfig) -> Runner:
         model,
         device,
         block_tokens=config.block_size,
-        max_model_len=max_model_len,
         digest=model_digest(model_dir),
     )
-    peak_bytes = device.peak_bytes(lambda: build(num_blocks=1).compute(largest_step(config, max_model_len)))
+    peak_bytes = device.peak_bytes(
+        lambda: build(num_blocks=1, max_model_len=max_model_len).compute(largest_step(config, max_model_len))
+    )
     one = block_bytes(settings, device.dtype, config.block_size)
     num_blocks = kv_pool_bytes(config, device, peak_bytes) // one
     if num_blocks < 1:
         raise ValueError(f"engine.kv_cache_bytes is {config.kv_cache_bytes}; one block takes {one} bytes")
+    if not config.max_model_len:  # nobody asked for more than the pool holds
+        max_model_len = min(max_model_len, num_blocks * config.block_size)
     log.info("model.loaded", {"dtype": str(device.dtype), "device": str(device.torch_device), "blocks": num_blocks})
-    return build(num_blocks=num_blocks)
+    return build(num_blocks=num_blocks, max_model_len=max_model_len)
