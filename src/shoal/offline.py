@@ -16,6 +16,7 @@ from shoal.gateway import params as checked
 from shoal.gateway.errors import ApiError
 from shoal.gateway.output import ChoiceOutput
 from shoal.gateway.schema import CompletionRequest
+from shoal.gateway.violations import explain
 from shoal.wire.messages import Refusing, Update
 
 T = TypeVar("T")
@@ -203,8 +204,7 @@ def convert(value: Any, schema: type[T]) -> T:
     try:
         return msgspec.convert(value, schema)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `")
-        path = where.strip("`").removeprefix("key` in `").lstrip("$.")
-        field = path.partition(".")[0].partition("[")[0]
-        got = f", got {reprlib.repr(value[field])}" if field and ", got " not in what else ""
-        raise RequestError(f"{path}: {what}{got}" if path else what) from None
+        explained = explain(error, schema)
+        field = (explained.param or "").partition(".")[0].partition("[")[0]
+        got = f", got {reprlib.repr(value[field])}" if field in value and ", got " not in explained.message else ""
+        raise RequestError(explained.message + got) from None

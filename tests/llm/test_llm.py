@@ -178,7 +178,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused_by_number_and_the_next_call
         ({"max_tokens": 4, "min_tokens": 5}, "'min_tokens' is 5, more than the 4 of 'max_tokens'"),
         ({"top_k": 1.5}, "top_k: Expected `int | null`, got `float`"),
         ({"stop": ["a", ""]}, "stop[1]: Expected `str` of length >= 1"),
-        ({"logit_bias": {-1: 0}}, "logit_bias: Expected `int` >= 0"),
+        ({"logit_bias": {-1: 0}}, "logit_bias: a key: Expected `int` >= 0"),
     ],
 )
 def test_parameters_are_checked_by_the_gateways_schema(values, message):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import re
 from itertools import accumulate
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from shoal.gateway.errors import ApiError, Reason, invalid
-from shoal.gateway.schema import Role
+from shoal.gateway.errors import ApiError, Reason
+from shoal.gateway.violations import explain
 
 MAX_DEPTH = 64
 MAX_BODY_S = 60.0  # from the first to the last byte
@@ -73,7 +72,7 @@ def decode(body: bytes, schema: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=schema)
     except msgspec.ValidationError as e:
-        raise _explain(str(e), schema) from None
+        raise explain(e, schema) from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as e:
         raise ApiError(Reason.INVALID_JSON, f"the body is not valid JSON: {e}") from None
 
@@ -102,29 +101,3 @@ def depth(body: bytes) -> int:
             if deepest > MAX_DEPTH:
                 return deepest
     return deepest
-
-
-_AT = re.compile(r" - at (?P<key>`key` in )?`\$(?:\.(?P<path>[^`]*))?[^`]*`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
-
-
-def _explain(problem: str, schema: type) -> ApiError:
-    """msgspec's message as an error that names the field in `param`."""
-    at = _AT.search(problem)
-    path = (at.group("path") or "") if at else ""
-    what = problem[: at.start()] if at else problem
-    prefix = f"{path}." if path else ""
-    if unknown := _UNKNOWN.fullmatch(what):
-        name = unknown.group("name")
-        known = [] if path else [field.encode_name for field in msgspec.structs.fields(schema)]
-        nearest = difflib.get_close_matches(name[:64], known, n=1)
-        hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-        return invalid(f"unknown field '{prefix}{name[:200]}'{hint}", f"{prefix}{name[:200]}")
-    if missing := _MISSING.fullmatch(what):
-        name = prefix + missing.group("name")
-        return invalid(f"'{name}' is required", name)
-    if what.startswith("Invalid enum value"):  # the schema has no other enumeration
-        what += f"; allowed: {', '.join(get_args(Role))}"
-    place = f"{path}: a key" if at and at.group("key") else path or "the body"
-    return invalid(f"{place}: {what}", path or None)
