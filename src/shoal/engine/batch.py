@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import Admit, Slice, StepPlan
+from shoal.core.plan import Admit, StepPlan
 from shoal.core.request import Sampling
 from shoal.engine.device import Device
-from shoal.engine.model.attention import Span
+from shoal.engine.model.attention import Spans
 from shoal.engine.sample import History, SamplingBatch
 
 _SETTINGS = {  # fields of Sampling that are columns of the table
@@ -54,7 +54,7 @@ class Batch:
     block_T: Tensor  # where each token's key and value go: block,
     offset_T: Tensor  # and place in the block
     fresh_blocks: Tensor  # entered a table in this step
-    spans: list[Span]  # one per slice
+    spans: Spans  # one per slice
     sampled: list[int] = field(default_factory=list)  # indices of the slices that sample
     last_row_R: Tensor | None = None  # their last rows of T
     sampling: SamplingBatch | None = None
@@ -69,13 +69,13 @@ class RequestTable:
         self._free: list[int] = []
         self._columns = {name: np.zeros(0, kind) for name, kind in _SETTINGS.items()}
         self._columns |= {name: np.zeros(0, np.int64) for name in ("seed", "choice", "num_prompt")}
-        self._blocks = np.zeros((0, 1), np.int64)  # [row, block of the table]
+        self._blocks = np.zeros((0, 1), np.int32)  # [row, block of the table]; 0 beyond a table's end
         self._tokens = device.zeros((0, 1), torch.int64)  # [row, position]
 
     def build(self, plan: StepPlan) -> Batch:
         """Applies leaves, admits and new blocks, in this order; then the step's tensors."""
         for request in plan.leaves:
-            self._free.append(self.rows.pop(request).index)
+            self._leave(request)
         fresh: list[int] = []
         for admit in plan.admits:
             self._admit(admit)
@@ -98,6 +98,11 @@ class RequestTable:
         return self._tokens[self.rows[request].index, start:end]
 
     # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _leave(self, request: str) -> None:
+        row = self.rows.pop(request)
+        self._blocks[row.index, : row.num_blocks] = 0
+        self._free.append(row.index)
 
     def _admit(self, admit: Admit) -> None:
         assert admit.id not in self.rows, f"{admit.id} is admitted twice"
@@ -130,7 +135,7 @@ class RequestTable:
             return
         end = row.num_blocks + len(blocks)
         if end > self._blocks.shape[1]:
-            wider = np.zeros((len(self._blocks), 2 * end), np.int64)
+            wider = np.zeros((len(self._blocks), 2 * end), np.int32)
             wider[:, : self._blocks.shape[1]] = self._blocks
             self._blocks = wider
         self._blocks[row.index, row.num_blocks : end] = blocks
@@ -147,7 +152,7 @@ class RequestTable:
         old, new = len(self._blocks), max(16, 2 * len(self._blocks))
         self._free = list(range(new - 1, old - 1, -1))
         self._columns = {name: np.resize(column, new) for name, column in self._columns.items()}
-        self._blocks = np.concatenate((self._blocks, np.zeros((new - old, self._blocks.shape[1]), np.int64)))
+        self._blocks = np.concatenate((self._blocks, np.zeros((new - old, self._blocks.shape[1]), np.int32)))
         more = self._device.zeros((new - old, self._tokens.shape[1]), torch.int64)
         self._tokens = torch.cat((self._tokens, more))
 
@@ -155,23 +160,23 @@ class RequestTable:
 
     def _batch(self, plan: StepPlan, fresh: np.ndarray) -> Batch:
         rows = [self.rows[piece.id] for piece in plan.slices]
+        self._check(plan, rows)
         index = _indices(rows)
         start = np.array([piece.start for piece in plan.slices], np.int64)
         count = np.array([piece.count for piece in plan.slices], np.int64)
         first = np.cumsum(count) - count  # first row of each slice
+        num_blocks = -(-int((start + count).max(initial=0)) // self._block_tokens)  # most that a slice needs
+        table_SB = self._blocks[:, :num_blocks][index]
         row_T = np.repeat(index, count)
         position_T = np.arange(count.sum()) - np.repeat(first - start, count)
         to = self._device.tensor
         batch = Batch(
             tokens_T=self._tokens[to(row_T), to(position_T)],
             positions_T=to(position_T),
-            block_T=to(self._blocks[row_T, position_T // self._block_tokens]),
+            block_T=to(self._blocks[row_T, position_T // self._block_tokens].astype(np.int64)),
             offset_T=to(position_T % self._block_tokens),
             fresh_blocks=to(fresh),
-            spans=[
-                Span(int(first[i]), piece.start, piece.count, self._table_of(rows[i], piece))
-                for i, piece in enumerate(plan.slices)
-            ],
+            spans=Spans(first.astype(np.int32), start.astype(np.int32), count.astype(np.int32), table_SB),
         )
         batch.sampled = [i for i, piece in enumerate(plan.slices) if piece.sample]
         if batch.sampled:
@@ -179,10 +184,12 @@ class RequestTable:
             batch.sampling = self._sampling([rows[i] for i in batch.sampled], (start + count)[batch.sampled])
         return batch
 
-    def _table_of(self, row: Row, piece: Slice) -> np.ndarray:
-        assert piece.start + piece.count <= row.num_blocks * self._block_tokens, f"{piece.id} lacks blocks"
-        assert piece.from_step in (-1, row.sampled_step), f"{piece.id} did not sample last in step {piece.from_step}"
-        return self._blocks[row.index, : row.num_blocks]
+    def _check(self, plan: StepPlan, rows: list[Row]) -> None:
+        for piece, row in zip(plan.slices, rows, strict=True):
+            assert piece.start + piece.count <= row.num_blocks * self._block_tokens, f"{piece.id} lacks blocks"
+            assert piece.from_step in (-1, row.sampled_step), (
+                f"{piece.id} did not sample last in step {piece.from_step}"
+            )
 
     def _sampling(self, rows: list[Row], position_R: np.ndarray) -> SamplingBatch:
         index = _indices(rows)

@@ -85,9 +85,11 @@ class Runner:
         batch = self._table.build(plan)
         launched = _Launched(plan.step, began_ns, (start, start))
         hidden_TE = self._forward(batch)
-        for span, piece in zip(batch.spans, plan.slices, strict=True):
-            if (scores := self._score_prompt(piece, hidden_TE[span.row : span.row + span.length])) is not None:
+        row = 0
+        for piece in plan.slices:
+            if (scores := self._score_prompt(piece, hidden_TE[row : row + piece.count])) is not None:
                 launched.prompt_scores[piece.id] = scores
+            row += piece.count
         if batch.sampled:
             self._sample(plan, batch, hidden_TE, launched)
         launched.marks = (start, self._device.mark())
@@ -139,7 +141,7 @@ class Runner:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch) -> Tensor:
-        if not batch.spans:
+        if not len(batch.tokens_T):
             return self._device.empty((0, self._model.config.hidden_size))
         if len(batch.fresh_blocks):
             self._store.clear(batch.fresh_blocks)

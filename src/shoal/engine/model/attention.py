@@ -6,7 +6,7 @@ n queries of a span, b blocks of a table, L = b · block_tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,19 +23,28 @@ MAX_QUERIES = 512  # longer spans are cut: bounds the mask, and early queries sk
 MIN_BLOCKS = 16  # tables up to this length share a group
 
 
+class Spans(NamedTuple):
+    """New tokens [start, start + length) of S sequences; rows [row, row + length) of the step. int32, contiguous."""
+
+    row_S: np.ndarray
+    start_S: np.ndarray
+    length_S: np.ndarray
+    table_SB: np.ndarray  # block ids, at least as many as start + length tokens need; beyond a row's own: 0
+
+
 class Span(NamedTuple):
-    """New tokens [start, start + length) of one sequence; rows [row, row + length) of the step."""
+    """One of the Spans, or a piece of it."""
 
     row: int
     start: int
     length: int
-    table: np.ndarray  # int64 block ids, at least as many as start + length tokens need
+    table: np.ndarray
 
 
 class Attention(Protocol):
     """`prepare` once per step, `attend` once per layer with what it returned. Keys and values are written already."""
 
-    def prepare(self, spans: Sequence[Span]) -> Any: ...
+    def prepare(self, spans: Spans) -> Any: ...
 
     def attend(self, layer: int, q_THD: Tensor, prepared: Any) -> Tensor:
         """Returns [T, H · D]."""
@@ -65,8 +74,8 @@ class SdpaAttention:
         self._group_size = config.num_heads // config.num_kv_heads
         self._head_dim = config.head_dim
 
-    def prepare(self, spans: Sequence[Span]) -> list[_Group]:
-        num_rows = sum(span.length for span in spans)
+    def prepare(self, spans: Spans) -> list[_Group]:
+        num_rows = int(spans.length_S.sum())
         groups: dict[tuple[int, int], list[Span]] = {}
         for span in _cut(spans):
             groups.setdefault(self._shape_class(span), []).append(span)
@@ -84,7 +93,7 @@ class SdpaAttention:
         num_queries = max(span.length for span in spans)
         tables_Sb = np.empty((len(spans), num_blocks), np.int64)
         for index, span in enumerate(spans):
-            used = span.table[:num_blocks]
+            used = span.table[: self._num_blocks(span)]
             tables_Sb[index, : len(used)] = used
             tables_Sb[index, len(used) :] = used[0]  # masked; its own, so that no request can spoil another's numbers
         first_S1 = np.array([[span.row] for span in spans])
@@ -132,9 +141,10 @@ class SdpaAttention:
         return o_SKqD.view(S, K, G, n, D).permute(0, 3, 1, 2, 4).reshape(S * n, K * G, D)
 
 
-def _cut(spans: Sequence[Span]) -> list[Span]:
+def _cut(spans: Spans) -> list[Span]:
     pieces = []
-    for span in spans:
+    columns = (spans.row_S.tolist(), spans.start_S.tolist(), spans.length_S.tolist(), spans.table_SB)
+    for span in map(Span, *columns):
         for done in range(0, span.length, MAX_QUERIES):
             length = min(MAX_QUERIES, span.length - done)
             pieces.append(Span(span.row + done, span.start + done, length, span.table))

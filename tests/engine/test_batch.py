@@ -1,0 +1,60 @@
+"""The request table: what the model and its kernels are handed for a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.core.plan import Admit, Slice, StepPlan
+from shoal.core.request import Sampling
+from shoal.engine.batch import Batch, RequestTable
+from shoal.engine.config import EngineConfig
+from shoal.engine.device import choose
+
+pytestmark = pytest.mark.torch
+
+BLOCK = 16
+
+
+@pytest.fixture
+def table() -> RequestTable:
+    return RequestTable(choose(EngineConfig(dtype="float32", threads=1)), BLOCK, vocab_size=100)
+
+
+def admit(name: str, num_tokens: int, blocks: tuple[int, ...]) -> Admit:
+    tokens = tuple(range(num_tokens))
+    return Admit(name, tokens, num_tokens, 0, blocks, Sampling(temperature=0), 0, 0, ())
+
+
+def build(table: RequestTable, slices: list[Slice], admits: list[Admit], leaves: list[str]) -> Batch:
+    return table.build(StepPlan(1, leaves, admits, slices, sum(piece.count for piece in slices), 0))
+
+
+def test_spans_are_what_kernels_in_c_take(table: RequestTable) -> None:
+    """40 tokens need 3 blocks and 5 need 1: the table is as wide as the longest slice needs, no wider."""
+    slices = [Slice("long", 0, 40, (), -1, True), Slice("short", 0, 5, (), -1, True)]
+    batch = build(table, slices, [admit("long", 40, (7, 8, 9, 10)), admit("short", 5, (3,))], [])
+    assert [column.tolist() for column in batch.spans] == [[0, 40], [0, 0], [40, 5], [[7, 8, 9], [3, 0, 0]]]
+    assert all(column.dtype == np.int32 and column.flags.c_contiguous for column in batch.spans)
+
+
+def test_a_table_row_holds_nothing_of_its_last_owner(table: RequestTable) -> None:
+    build(table, [], [admit("gone", 40, (7, 8, 9))], [])
+    slices = [Slice("other", 0, 48, (), -1, True), Slice("next", 0, 5, (), -1, True)]
+    batch = build(table, slices, [admit("next", 5, (3,)), admit("other", 48, (4, 5, 6))], ["gone"])
+    assert batch.spans.table_SB.tolist() == [[4, 5, 6], [3, 0, 0]]
+
+
+def test_places_of_tokens_follow_block_and_offset(table: RequestTable) -> None:
+    batch = build(table, [Slice("a", 14, 4, (), -1, True)], [admit("a", 20, (7, 5))], [])
+    assert batch.positions_T.tolist() == [14, 15, 16, 17]
+    assert batch.tokens_T.tolist() == [14, 15, 16, 17]
+    assert batch.block_T.tolist() == [7, 7, 5, 5]
+    assert batch.offset_T.tolist() == [14, 15, 0, 1]
+    assert batch.last_row_R is not None
+    assert batch.last_row_R.tolist() == [3]
+
+
+def test_a_plan_without_slices_is_an_empty_batch(table: RequestTable) -> None:
+    batch = build(table, [], [], [])
+    assert [column.shape for column in batch.spans] == [(0,), (0,), (0,), (0, 0)]
