@@ -1,6 +1,7 @@
 """Transcripts: commands to a scheduler, and what it did. One file, one story, its name a sentence.
 
     replica blocks=5 budget=64            limits: blocks block seqs budget chunk step_ms queue len flights caching
+                                          batching
                                           a token costs 1 ms, and attended_ms for each token that it attends to
     (blank line)
     submit hi prompt=32@x max=4 priority=1 stop=7 leader=.. salt=.. output=.. min=.. scores=1
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
@@ -49,9 +51,10 @@ class Story:
         if command.startswith("#"):
             return
         if verb == "replica":
-            self.limits = {"max_model_len": 4096, "vocab_size": 10_000} | {
+            self.limits: dict[str, Any] = {"max_model_len": 4096, "vocab_size": 10_000} | {
                 LIMITS[key]: int(value) for key, value in options.items() if key in LIMITS
             }
+            self.limits["batching"] = options.get("batching", "continuous")
             self.limits["max_step_ns"] = int(float(options.get("step_ms", 500)) * 1_000_000)
             cost = StepCost((0, 1e6, float(options.get("attended_ms", 0)) * 1e6, 0, 0))
             root = root_key("model", "float32", "1", self.limits.get("block_tokens", 16))

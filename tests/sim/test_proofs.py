@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import msgspec
 import pytest
@@ -32,9 +33,10 @@ from tests.support.tiny_model import make_tiny_model
 ROOT = root_key("scripted", "float32", "none", 16)
 WAIT_S = 60.0
 VOCAB = 259
+Batching = Literal["continuous", "static"]
 
 
-def limits(in_flight: int) -> Limits:
+def limits(in_flight: int, batching: Batching = "continuous") -> Limits:
     """16 blocks hold a third of what 8 requests of these lengths need: there is preemption."""
     return Limits(
         num_blocks=16,
@@ -44,6 +46,7 @@ def limits(in_flight: int) -> Limits:
         max_num_batched_tokens=64,
         max_prefill_chunk=24,
         max_steps_in_flight=in_flight,
+        batching=batching,
     )
 
 
@@ -82,14 +85,22 @@ class Client:
     """
 
     def __init__(
-        self, runner: Runner, in_flight: int, path: Path, *, seed: int, num_requests: int, num_open: int = 6
+        self,
+        runner: Runner,
+        in_flight: int,
+        path: Path,
+        *,
+        seed: int,
+        num_requests: int,
+        num_open: int = 6,
+        batching: Batching = "continuous",
     ) -> None:
         self.rng = Random(seed)
         self.num_open = num_open
         self.open: set[str] = set()
         self.failed: list[BaseException] = []
         self.wanted = threading.Semaphore(0)  # requests to send
-        scheduler = Scheduler(limits(in_flight), hash_root=ROOT)
+        scheduler = Scheduler(limits(in_flight, batching), hash_root=ROOT)
         recorder = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
         self.loop = StepLoop(
             recorder,
@@ -132,11 +143,11 @@ class Client:
             self.wanted.release()
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_the_real_loop_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int) -> None:
+@pytest.mark.parametrize(("in_flight", "batching"), [(1, "continuous"), (2, "continuous"), (2, "static")])
+def test_the_real_loop_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int, batching: Batching) -> None:
     path = tmp_path / "journal"
     script = Script(rules=(Rule(order=3, tokens=(1, 2, 3, 7)),), step_ms=0.2, steps_in_flight=in_flight)
-    Client(ScriptedRunner(script), in_flight, path, seed=in_flight, num_requests=60)
+    Client(ScriptedRunner(script), in_flight, path, seed=in_flight, num_requests=60, batching=batching)
     seen = kinds(path)
     assert seen["preempted"] > 5 and seen["token"] > 500 and seen["prompt_scored"] > 10
     assert replay(path) == sum(1 for _ in journal.read(path))
@@ -163,7 +174,8 @@ def test_a_real_model_is_replayed_and_simulated_exactly(tmp_path: Path, in_fligh
 def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "journal"
     rng, in_flight = Random(seed), seed % 3 + 1
-    scheduler = Scheduler(limits(in_flight), hash_root=ROOT, cost=StepCost((1e6, 2e4, 3.0, 1e4, 0.0)))
+    batching: Batching = "static" if seed % 2 else "continuous"
+    scheduler = Scheduler(limits(in_flight, batching), hash_root=ROOT, cost=StepCost((1e6, 2e4, 3.0, 1e4, 0.0)))
     live = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
     flying: list[StepPlan] = []
     ids: list[str] = []

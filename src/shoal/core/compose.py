@@ -2,15 +2,16 @@
 
 Today, token by token and first come first served: every running request that needs one token to sample the next gets
 it, then running requests that are further behind share what is left, then newcomers do. A chunk is cut to the token
-budget, to `max_prefill_chunk` and to what `max_step_ns` allows.
+budget, to `max_prefill_chunk` and to what `max_step_ns` allows. Which of the waiting may be newcomers, BATCHING says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from shoal.core.limits import Limits
-from shoal.core.request import Request
+from shoal.core.request import Request, State
 from shoal.core.stepcost import Features, StepCost, attended_tokens
 
 
@@ -94,3 +95,63 @@ class Room:
     def _with(self, start: int, count: int, samples: bool) -> Features:
         attended = self._attended + attended_tokens(start, count)
         return (1, self._new + count, attended, self._sequences + 1, self._sampled + samples)
+
+
+# -- who may enter the batch -------------------------------------------------------------------------------------------
+
+
+class Batching(Protocol):
+    def candidates(self, line: Iterable[Request]) -> Iterable[Request]:
+        """Of the waiting line, in its order, who may be admitted now. Asked at most twice a plan."""
+        ...
+
+    def check(self, running: Iterable[Request]) -> None:
+        """AssertionError where somebody runs who should not have been admitted."""
+        ...
+
+
+class Continuous:
+    """Whoever waits may enter between any two steps."""
+
+    def __init__(self, max_running: int) -> None: ...
+
+    def candidates(self, line: Iterable[Request]) -> Iterable[Request]:
+        return line
+
+    def check(self, running: Iterable[Request]) -> None: ...
+
+
+class Static:
+    """The first in line, as many as may run, make a batch, and nobody else enters until each of them has ended.
+
+    The baseline that continuous batching is compared with, as in Orca (Yu et al., OSDI 2022). It is a kind one: who has
+    ended is not computed further, and prompts of unlike lengths are not padded.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
+        self._batch: list[Request] = []
+
+    def candidates(self, line: Iterable[Request]) -> Iterable[Request]:
+        if all(request.state is State.FINISHED for request in self._batch):
+            self._batch = self._form(line)
+        return [request for request in self._batch if request.state is State.WAITING]
+
+    def _form(self, line: Iterable[Request]) -> list[Request]:
+        """A choice whose leader waits too enters with it or after it; in a batch before it, it would wait for ever."""
+        batch: list[Request] = []
+        for request in line:
+            if len(batch) == self._max_running:
+                break
+            leader = request.leader
+            if leader is None or leader.state is State.FINISHED or leader in batch:
+                batch.append(request)
+        return batch
+
+    def check(self, running: Iterable[Request]) -> None:
+        assert len(self._batch) <= self._max_running, f"a batch of {len(self._batch)}"
+        for request in running:
+            assert request in self._batch, f"{request.id} runs outside of the batch"
+
+
+BATCHING: dict[str, Callable[[int], Batching]] = {"continuous": Continuous, "static": Static}

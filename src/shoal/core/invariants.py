@@ -20,6 +20,7 @@ def check(scheduler: Scheduler) -> None:
     assert len(running) <= scheduler._max_running, f"{len(running)} requests run"
     for request in running.values():
         assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
+    scheduler._batching.check(running.values())
     for request in waiting:
         assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"
     assert [r.order for r in waiting] == sorted(r.order for r in waiting), "the line is out of order"

@@ -21,7 +21,7 @@ from operator import attrgetter
 
 from shoal.core import invariants, victims
 from shoal.core.admission import refuse
-from shoal.core.compose import Room, split
+from shoal.core.compose import BATCHING, Room, split
 from shoal.core.kv.hashing import scope_key
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
@@ -69,6 +69,7 @@ class Scheduler:
         self._tables = BlockTables(limits)
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._line = WaitingLine()
+        self._batching = BATCHING[limits.batching](self._max_running)
         self._running: dict[str, Request] = {}  # in the order in which steps serve them
         self._flights: deque[Flight] = deque()
         self._leaves: list[str] = []  # requests that the runner still knows and must forget
@@ -178,7 +179,7 @@ class Scheduler:
 
     def _admit(self, room: Room, step: int, admits: list[Admit], chunks: list[tuple[Request, Slice]]) -> None:
         """Newcomers in order of the line, each with blocks for all its known tokens, while the step has room."""
-        for request in self._line:
+        for request in self._batching.candidates(self._line):
             if len(self._running) >= self._max_running:
                 return
             if not self._leader_done(request):
@@ -234,7 +235,7 @@ class Scheduler:
 
     def _yield_to_urgent(self) -> None:
         """Preempts for the first in line where less urgent requests are in its way."""
-        head = next((request for request in self._line if self._leader_done(request)), None)
+        head = next((request for request in self._batching.candidates(self._line) if self._leader_done(request)), None)
         running = self._running.values()
         if head is None or head.last_step > self._returned or not running:
             return
