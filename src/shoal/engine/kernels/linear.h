@@ -1,0 +1,243 @@
+// x · W^T for weights that were packed once, on the matrix unit (AMX) of x86 processors, with what surrounds it in a
+// transformer layer: RMS norm before, residual or SiLU after. Weights are bfloat16, or int8 with a scale per row of W.
+//
+// Packed layout: [N / 32][K / 32][2][16][16][2]: blocks of 32 rows of W; in a block, per 32 values of k, two tiles of
+// 16 rows; in a tile, 16 pairs of k, each with its value of the 16 rows side by side, as TDPBF16PS takes them. N and K
+// are padded with zeros. For SiLU, tile 0 of a block holds 16 gate rows, tile 1 the up rows that belong to them.
+//
+// A row of the result does not depend on other rows nor on their number: its sums run over k in one order.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "parallel.h"
+
+namespace shoal {
+
+using bf16 = uint16_t;
+
+constexpr int kTile = 16;    // rows of an A tile, columns of a B tile
+constexpr int kDepth = 32;   // values of k in a tile
+constexpr int kBlock = 32;   // rows of W in a block
+constexpr int kTileBytes = 1024;
+
+enum Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2, kFloat = 3 };
+
+struct Linear {
+    const void* packed;   // bf16 or int8
+    const float* scale;   // [N padded] of int8 weights, else null
+    const float* bias;    // [N], or null
+    int32_t n, k;         // rows and columns of W; n counts gate and up together
+};
+
+struct Call {
+    const bf16* x;        // [rows, k]; memory for rows rounded up to 16 must be there
+    const bf16* norm;     // [k] weight of an RMS norm over x, or null
+    float epsilon;
+    int32_t rows;
+    int32_t epilogue;
+    void* out;            // bf16 [rows, n], with kSilu [rows, n / 2]; with kFloat float; kAdd adds to what is there
+};
+
+inline bool have_matrix_unit() {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// Eight full tiles. Configured for each task: other libraries in the process configure the unit for themselves.
+class Tiles {
+public:
+    Tiles() {
+        struct alignas(64) { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
+        for (int tile = 0; tile < 8; ++tile) config.bytes[tile] = 64, config.rows[tile] = kTile;
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() { _tile_release(); }
+};
+
+inline __m512 load_bf16(const bf16* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
+
+inline void store_bf16(bf16* to, __m512 values) {
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+// e^x for x <= 0 and moderate x > 0: 2^n · p(f), relative error below 2e-7 (Cephes' polynomial).
+inline __m512 exp_ps(__m512 x) {
+    x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.3f));
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+    }
+    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+// out[0..depth) = x / rms(x) · weight, zeros behind k.
+inline void norm_row(const bf16* x, const bf16* weight, float epsilon, int k, int depth, bf16* out) {
+    __m512 squares = _mm512_setzero_ps();
+    int i = 0;
+    for (; i + 16 <= k; i += 16) { const __m512 v = load_bf16(x + i); squares = _mm512_fmadd_ps(v, v, squares); }
+    float sum = _mm512_reduce_add_ps(squares);
+    auto widen = [](bf16 v) { uint32_t bits = uint32_t{v} << 16; float f; std::memcpy(&f, &bits, 4); return f; };
+    for (int j = i; j < k; ++j) sum += widen(x[j]) * widen(x[j]);
+    const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum / k + epsilon));
+    for (i = 0; i < depth; i += 16) {
+        const __mmask16 mask = i + 16 <= k ? 0xffff : i < k ? (1u << (k - i)) - 1 : 0;
+        const auto widened = [&](const bf16* p) {
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p + i)), 16));
+        };
+        store_bf16(out + i, _mm512_mul_ps(_mm512_mul_ps(widened(x), factor), widened(weight)));
+    }
+}
+
+// int8 values are exact in bf16; their scale is applied to the sums.
+inline void widen_block(const int8_t* from, int count, bf16* to) {
+    for (int i = 0; i < count; i += 32) {
+        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(from + i))));
+        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(from + i + 16))));
+        _mm512_store_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+struct Job {
+    const Linear& linear;
+    const Call& call;
+    const bf16* a;      // [rows rounded up, lda]
+    int lda, depth;     // values per row of a; k rounded up
+};
+
+// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32].
+template <int kTilesA>
+inline void multiply(const bf16* a, int lda, const bf16* block, int depth, float* sums) {
+    asm volatile("" ::: "memory");  // the tile instructions do not tell the compiler what they read
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (kTilesA == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < depth; k += kDepth, block += 2 * kTileBytes / 2) {
+        _tile_loadd(4, block, 64);
+        _tile_loadd(5, block + kTileBytes / 2, 64);
+        _tile_loadd(6, a + k, lda * 2);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_dpbf16ps(1, 6, 5);
+        if constexpr (kTilesA == 2) {
+            _tile_loadd(7, a + kTile * lda + k, lda * 2);
+            _tile_dpbf16ps(2, 7, 4);
+            _tile_dpbf16ps(3, 7, 5);
+        }
+    }
+    _tile_stored(0, sums, kBlock * 4);
+    _tile_stored(1, sums + kTile, kBlock * 4);
+    if constexpr (kTilesA == 2) {
+        _tile_stored(2, sums + kTile * kBlock, kBlock * 4);
+        _tile_stored(3, sums + kTile * kBlock + kTile, kBlock * 4);
+    }
+    asm volatile("" ::: "memory");
+}
+
+// One row of sums of block n .. n + 32 to its place.
+inline void finish_row(const Job& job, int row, int n, const float* sums) {
+    const Linear& linear = job.linear;
+    const int width = job.call.epilogue == kSilu ? linear.n / 2 : linear.n;
+    __m512 value[2];
+    for (int half = 0; half < 2; ++half) {
+        value[half] = _mm512_load_ps(sums + 16 * half);
+        if (linear.scale) value[half] = _mm512_mul_ps(value[half], _mm512_loadu_ps(linear.scale + n + 16 * half));
+        if (linear.bias) value[half] = _mm512_add_ps(value[half], _mm512_loadu_ps(linear.bias + n + 16 * half));
+    }
+    if (job.call.epilogue == kSilu) {
+        const int column = n / 2;
+        const __mmask16 mask = column + 16 <= width ? 0xffff : (1u << (width - column)) - 1;
+        const __m512 sigmoid = _mm512_div_ps(_mm512_set1_ps(1), _mm512_add_ps(_mm512_set1_ps(1), exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), value[0]))));
+        const __m512 result = _mm512_mul_ps(_mm512_mul_ps(value[0], sigmoid), value[1]);
+        _mm256_mask_storeu_epi16((bf16*)job.call.out + size_t(row) * width + column, mask, (__m256i)_mm512_cvtneps_pbh(result));
+        return;
+    }
+    for (int half = 0; half < 2; ++half) {
+        const int column = n + 16 * half;
+        if (column >= width) return;
+        const __mmask16 mask = column + 16 <= width ? 0xffff : (1u << (width - column)) - 1;
+        if (job.call.epilogue == kFloat) {
+            _mm512_mask_storeu_ps((float*)job.call.out + size_t(row) * width + column, mask, value[half]);
+            continue;
+        }
+        bf16* out = (bf16*)job.call.out + size_t(row) * width + column;
+        if (job.call.epilogue == kAdd) {
+            const __m512i before = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, out)), 16);
+            value[half] = _mm512_add_ps(value[half], _mm512_castsi512_ps(before));
+        }
+        _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(value[half]));
+    }
+}
+
+inline void run_block(const Job& job, int block, int first_row, int end_row) {
+    alignas(64) float sums[2 * kTile * kBlock];
+    static thread_local std::vector<bf16> widened;
+    const size_t values = size_t(job.depth) * kBlock;
+    const bf16* weights;
+    if (job.linear.scale) {
+        if (widened.size() < values + 32) widened.resize(values + 32);
+        auto* aligned = (bf16*)((uintptr_t(widened.data()) + 63) & ~uintptr_t{63});
+        widen_block((const int8_t*)job.linear.packed + block * values, static_cast<int>(values), aligned);
+        weights = aligned;
+    } else {
+        weights = (const bf16*)job.linear.packed + block * values;
+    }
+    for (int row = first_row; row < end_row; row += 2 * kTile) {
+        const bf16* a = job.a + size_t(row) * job.lda;
+        if (end_row - row > kTile) multiply<2>(a, job.lda, weights, job.depth, sums);
+        else multiply<1>(a, job.lda, weights, job.depth, sums);
+        for (int r = 0; r < std::min(2 * kTile, end_row - row); ++r) finish_row(job, row + r, block * kBlock, sums + r * kBlock);
+    }
+}
+
+inline void linear(const Linear& linear, const Call& call, bf16* scratch) {
+    Pool& pool = Pool::get();
+    const int depth = (linear.k + kDepth - 1) / kDepth * kDepth;
+    Job job{linear, call, call.x, linear.k, depth};
+    if (call.norm || depth != linear.k) {
+        job.a = scratch, job.lda = depth;
+        constexpr int kRowsOfTask = 16;
+        auto prepare = [&](int index, int) {
+            for (int row = index * kRowsOfTask; row < std::min(call.rows, (index + 1) * kRowsOfTask); ++row) {
+                const bf16* x = call.x + size_t(row) * linear.k;
+                bf16* to = scratch + size_t(row) * depth;
+                if (call.norm) norm_row(x, call.norm, call.epsilon, linear.k, depth, to);
+                else std::memcpy(to, x, linear.k * 2), std::memset(to + linear.k, 0, (depth - linear.k) * 2);
+            }
+        };
+        const int tasks = (call.rows + kRowsOfTask - 1) / kRowsOfTask;
+        if (tasks <= 2) for (int index = 0; index < tasks; ++index) prepare(index, 0);
+        else pool.run(tasks, prepare);
+    }
+    const int blocks = (linear.n + kBlock - 1) / kBlock;
+    constexpr int kRowsOfTask = 256;
+    const int row_tasks = (call.rows + kRowsOfTask - 1) / kRowsOfTask;
+    const int per_task = std::max(1, std::min(blocks / (4 * pool.num_threads()), 131072 / (depth * kBlock * 2)));
+    const int block_tasks = (blocks + per_task - 1) / per_task;
+    pool.run(block_tasks * row_tasks, [&](int index, int) {
+        const Tiles tiles;
+        const int first = index % block_tasks * per_task, first_row = index / block_tasks * kRowsOfTask;
+        for (int block = first; block < std::min(blocks, first + per_task); ++block) {
+            run_block(job, block, first_row, std::min(call.rows, first_row + kRowsOfTask));
+        }
+    });
+}
+
+}  // namespace shoal
+
+#endif
