@@ -21,7 +21,7 @@ from rich.table import Table
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser with the two options that every bench takes; a bench may add its own."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="less than a minute, for CI: fewer repetitions")
+    parser.add_argument("--quick", action="store_true", help="for CI: fewer repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write claims and tables to FILE")
     return parser
 
@@ -39,8 +39,12 @@ class Report:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Prints at once; put units into the column names."""
-        self._tables[title] = [dict(zip(columns, row, strict=True)) for row in rows]
+        self.keep(title, columns, rows)
         self._print(title, columns, rows)
+
+    def keep(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table, or more of it than before, for the JSON file alone."""
+        self._tables[title] = [dict(zip(columns, row, strict=True)) for row in rows]
 
     def claim(self, name: str, value: Any, target: str, ok: bool) -> None:
         """One measurable statement, e.g. claim("decode p50 ms", 0.8, "<= 1", True)."""
@@ -49,6 +53,10 @@ class Report:
     def finish(self) -> None:
         rows = [(c["name"], c["value"], c["target"], "yes" if c["ok"] else "NO") for c in self._claims]
         self._print("claims", ("claim", "value", "target", "ok"), rows)
+        self.save()
+
+    def save(self) -> None:
+        """What there is so far: a long bench calls it as it goes, so that one cut short leaves what it measured."""
         if self._file is None:
             return
         machine = {"python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count()}
@@ -61,5 +69,12 @@ class Report:
         for column in columns:
             table.add_column(column, justify="left" if column == columns[0] else "right")
         for row in rows:
-            table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+            table.add_row(*(_text(cell) for cell in row))
         self._console.print(table)
+
+
+def _text(cell: Any) -> str:
+    """Four digits, and no exponent for what is large."""
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"

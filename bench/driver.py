@@ -238,7 +238,7 @@ def main(arguments: list[str]) -> int:
             vocab_size=options.vocab_size,
             warm_up=options.warmup,
         )
-        with _live_line(screen, options.requests) as progress:
+        with live_line(screen, options.requests) as progress:
             target, result = asyncio.run(_measure(options, load, progress))
     except (ValueError, Failure) as error:
         screen.print(f"driver: {error}", markup=False, soft_wrap=True)
@@ -267,14 +267,14 @@ async def _measure(
 
 
 @contextlib.contextmanager
-def _live_line(screen: Console, total: int) -> Iterator[Callable[[Progressing], None]]:
+def live_line(screen: Console, total: int, what: str = "") -> Iterator[Callable[[Progressing], None]]:
     """A line that shows progress, redrawn from the load's own loop; nothing where nobody watches."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=screen, disable=not screen.is_terminal, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("warming up", total=total)
+        task = bar.add_task(f"{what}warming up", total=total)
 
         def update(now: Progressing) -> None:
-            text = f"{now.sent - now.done} in flight, {now.failed} failed"
+            text = f"{what}{now.sent - now.done} in flight, {now.failed} failed"
             bar.update(task, completed=now.done, description=text, refresh=True)
 
         yield update

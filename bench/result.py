@@ -24,6 +24,13 @@ class Result:
     def errors(self) -> dict[str, int]:
         return dict(sorted(Counter(outcome.error for outcome in self.outcomes if outcome.error).items()))
 
+    def wrong_lengths(self) -> int:
+        """Answers to more or fewer tokens than were sent, or of more or fewer than were asked for."""
+        return sum(
+            (outcome.prompt_tokens, outcome.output_tokens) != (outcome.asked_prompt, outcome.asked_output)
+            for outcome in self.answered()
+        )
+
     def lag_p99_ms(self) -> float:
         """How late the driver itself was. A closed loop has no send times to miss, so there only timers tell."""
         lags = [percentile(self.timer_lag_ns, 99)] if self.timer_lag_ns else []
@@ -36,11 +43,7 @@ class Result:
         reasons = []
         if self.lag_p99_ms() > MAX_LAG_MS:
             reasons.append(f"the driver was late: p99 {self.lag_p99_ms():.1f} ms, limit {MAX_LAG_MS:g} ms")
-        wrong = sum(
-            (outcome.prompt_tokens, outcome.output_tokens) != (outcome.asked_prompt, outcome.asked_output)
-            for outcome in self.answered()
-        )
-        if wrong:
+        if wrong := self.wrong_lengths():
             reasons.append(f"{wrong} answers with another number of tokens than asked for")
         if not self.answered():
             reasons.append("no request was answered")
