@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from shoal.engine.config import EngineConfig
 from shoal.engine.device import choose
 from shoal.engine.loop import Runner
+from shoal.engine.model.linear import Linear
 from shoal.engine.model.load import load_weights, model_digest, weight_files
 from shoal.engine.model.registry import read_config
 from tests.support.tiny_model import make_tiny_model
@@ -26,6 +27,10 @@ EMBEDDING = "model.embed_tokens.weight"
 def load(folder: Path, dtype: str = "float32"):
     device = choose(EngineConfig(dtype=dtype, device="cpu", threads=1))
     return load_weights(folder, read_config(folder), device)
+
+
+def matrix(linear: Linear) -> torch.Tensor:
+    return linear.rows(torch.arange(linear.num_rows))
 
 
 @pytest.fixture
@@ -56,15 +61,15 @@ def test_fused_matrices_hold_the_parts_in_order(model: Path) -> None:
     layer = load(model).layers[1]
     tensors = load_file(model / "model.safetensors")
     parts = [torch.from_numpy(tensors[f"model.layers.1.self_attn.{part}_proj.weight"]) for part in "qkv"]
-    assert torch.equal(layer.qkv_HKKDxE, torch.cat(parts))
+    assert torch.equal(matrix(layer.qkv), torch.cat(parts))
     parts = [torch.from_numpy(tensors[f"model.layers.1.mlp.{part}_proj.weight"]) for part in ("gate", "up")]
-    assert torch.equal(layer.gate_up_2FxE, torch.cat(parts))
+    assert torch.equal(matrix(layer.gate_up), torch.cat(parts))
 
 
 def test_a_tied_head_is_the_embedding_itself_even_if_stored_twice(model: Path) -> None:
     rewrite(model, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING] + 1}))
     weights = load(model)
-    assert weights.head_VxE is weights.embedding_VxE
+    assert weights.head is weights.embedding
 
 
 def test_shards_hold_the_same_model(model: Path) -> None:
@@ -72,13 +77,14 @@ def test_shards_hold_the_same_model(model: Path) -> None:
     shard(model)
     assert len(weight_files(model)) == 2
     parts = load(model)
-    assert torch.equal(whole.embedding_VxE, parts.embedding_VxE)
-    assert torch.equal(whole.layers[1].down_ExF, parts.layers[1].down_ExF)
+    assert torch.equal(matrix(whole.embedding), matrix(parts.embedding))
+    assert torch.equal(matrix(whole.layers[1].down), matrix(parts.layers[1].down))
 
 
 def test_weights_take_the_number_format_asked_for(model: Path) -> None:
     weights = load(model, "bfloat16")
-    assert {weights.embedding_VxE.dtype, weights.norm_E.dtype, weights.layers[0].qkv_HKKDxE.dtype} == {torch.bfloat16}
+    some = (matrix(weights.embedding), weights.norm_E, matrix(weights.layers[0].qkv))
+    assert {tensor.dtype for tensor in some} == {torch.bfloat16}
     assert torch.equal(weights.norm_E, load(model).norm_E.bfloat16())
 
 

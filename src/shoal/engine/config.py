@@ -57,6 +57,10 @@ class EngineConfig:
     threads: Annotated[
         int, Meta(ge=0, description="CPU threads for tensor work; 0: the cores that are really there")
     ] = 0
+    kernels: Annotated[
+        Literal["auto", "off"],
+        Meta(description="auto: shoal's own kernels on a CPU, where a C++ compiler is found; off: torch alone"),
+    ] = "auto"
     steps_in_flight: Annotated[
         int, Meta(ge=1, le=8, description="plans made before the first result returns; 1 where the device is the CPU")
     ] = 1

@@ -5,11 +5,12 @@ The rest of the engine asks a `Device` for tensors and never names a kind of har
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from shoal.engine.config import EngineConfig
+from shoal.engine.kernels.build import Unavailable
+from shoal.engine.kernels.library import Kernels
 
 CPU_KV_BYTES = 2 << 30
 CPU_KV_SHARE = 0.25
@@ -26,12 +29,16 @@ _CGROUP = Path("/sys/fs/cgroup")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is Arm's name
 
+log = logging.getLogger("shoal.engine")
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
     torch_device: torch.device
     dtype: torch.dtype  # of weights, activations, keys and values
     attention: str  # a key of model.attention.ATTENTION
+    kernels: Kernels | None  # ours, for CPUs
+    _buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
     def is_cuda(self) -> bool:
@@ -50,6 +57,17 @@ class Device:
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.torch_device)
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Memory that the next call with this width and format gives out again: for what lives within a step.
+
+        Fresh pages for each result would cost more than filling them.
+        """
+        buffer = self._buffers.get((width, dtype))
+        if buffer is None or len(buffer) < rows:
+            buffer = torch.empty((rows, width), dtype=dtype, device=self.torch_device)
+            self._buffers[width, dtype] = buffer
+        return buffer[:rows]
 
     def pool(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros of a size where it matters that, in main memory, a page is taken when it is first written."""
@@ -98,9 +116,22 @@ def choose(config: EngineConfig) -> Device:
         if (device.index or 0) >= count:
             raise ValueError(f"engine.device is {config.device!r}; this machine has {count} CUDA devices")
     dtype = _DTYPES[config.dtype] if config.dtype != "auto" else _best_dtype(device)
-    torch.set_num_threads(config.threads or num_cores())
+    threads = config.threads or num_cores()
+    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
-    return Device(device, dtype, attention="sdpa")
+    kernels = _kernels(threads) if device.type == "cpu" and config.kernels == "auto" else None
+    log.info(
+        "engine.device", {"device": str(device), "dtype": str(dtype), "threads": threads, "kernels": bool(kernels)}
+    )
+    return Device(device, dtype, attention="sdpa", kernels=kernels)
+
+
+def _kernels(threads: int) -> Kernels | None:
+    try:
+        return Kernels(threads)
+    except Unavailable as reason:
+        log.warning("kernels.unavailable", {"reason": str(reason), "instead": "torch"})
+        return None
 
 
 def kv_pool_bytes(config: EngineConfig, device: Device, activation_peak_bytes: int) -> int:

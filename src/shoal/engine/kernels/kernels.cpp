@@ -1,16 +1,18 @@
-// Entry points for ctypes; see __init__.py.
+// What ctypes calls; library.py has the other side.
 #include "linear.h"
 
 extern "C" {
+
 void shoal_threads(int count) { shoal::Pool::get().grow(count); }
-int shoal_has_linear() {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-    return shoal::have_matrix_unit();
-#else
-    return 0;
-#endif
+
+#ifdef SHOAL_LINEAR
+int shoal_has_linear() { return 1; }
+
+void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal::bf16* norm, int rows, int epilogue, void* out) {
+    shoal::linear(*linear, {x, norm, rows, epilogue, out});
 }
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-void shoal_linear(const shoal::Linear* linear, const shoal::Call* call, shoal::bf16* scratch) { shoal::linear(*linear, *call, scratch); }
+#else
+int shoal_has_linear() { return 0; }
 #endif
+
 }

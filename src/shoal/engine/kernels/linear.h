@@ -1,5 +1,6 @@
-// x · W^T for weights that were packed once, on the matrix unit (AMX) of x86 processors, with what surrounds it in a
-// transformer layer: RMS norm before, residual or SiLU after. Weights are bfloat16, or int8 with a scale per row of W.
+// x · W^T in bfloat16 for weights that were packed once, on the matrix unit (AMX) of x86 processors or else on AVX-512
+// BF16, with what surrounds it in a transformer layer: RMS norm before, residual or SiLU after. Weights are bfloat16, or
+// int8 with a scale per row of W.
 //
 // Packed layout: [N / 32][K / 32][2][16][16][2]: blocks of 32 rows of W; in a block, per 32 values of k, two tiles of
 // 16 rows; in a tile, 16 pairs of k, each with its value of the 16 rows side by side, as TDPBF16PS takes them. N and K
@@ -8,7 +9,8 @@
 // A row of the result does not depend on other rows nor on their number: its sums run over k in one order.
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define SHOAL_LINEAR
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -35,31 +37,46 @@ struct Linear {
     const float* scale;   // [N padded] of int8 weights, else null
     const float* bias;    // [N], or null
     int32_t n, k;         // rows and columns of W; n counts gate and up together
+    float epsilon;        // of the norm before it
 };
 
 struct Call {
-    const bf16* x;        // [rows, k]; memory for rows rounded up to 16 must be there
+    const bf16* x;        // [rows, k]
     const bf16* norm;     // [k] weight of an RMS norm over x, or null
-    float epsilon;
     int32_t rows;
     int32_t epilogue;
     void* out;            // bf16 [rows, n], with kSilu [rows, n / 2]; with kFloat float; kAdd adds to what is there
 };
 
+inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+#ifdef __AMX_BF16__
 inline bool have_matrix_unit() {
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return granted;
 }
+#endif
 
 // Eight full tiles. Configured for each task: other libraries in the process configure the unit for themselves.
 class Tiles {
 public:
+#ifdef __AMX_BF16__
     Tiles() {
-        struct alignas(64) { uint8_t palette = 1, start = 0, reserved[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } config;
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
         for (int tile = 0; tile < 8; ++tile) config.bytes[tile] = 64, config.rows[tile] = kTile;
-        _tile_loadconfig(&config);
+        if (have_matrix_unit()) _tile_loadconfig(&config);
     }
-    ~Tiles() { _tile_release(); }
+    ~Tiles() {
+        if (have_matrix_unit()) _tile_release();
+    }
+#else
+    Tiles() {}
+#endif
 };
 
 inline __m512 load_bf16(const bf16* from) {
@@ -118,9 +135,10 @@ struct Job {
     int lda, depth;     // values per row of a; k rounded up
 };
 
+#ifdef __AMX_BF16__
 // 16 or 32 rows (tiles of A) times one block of W into sums [rows][32].
 template <int kTilesA>
-inline void multiply(const bf16* a, int lda, const bf16* block, int depth, float* sums) {
+void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, float* sums) {
     asm volatile("" ::: "memory");  // the tile instructions do not tell the compiler what they read
     _tile_zero(0);
     _tile_zero(1);
@@ -128,14 +146,14 @@ inline void multiply(const bf16* a, int lda, const bf16* block, int depth, float
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int k = 0; k < depth; k += kDepth, block += 2 * kTileBytes / 2) {
+    for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock) {
         _tile_loadd(4, block, 64);
-        _tile_loadd(5, block + kTileBytes / 2, 64);
+        _tile_loadd(5, block + kDepth * kTile, 64);
         _tile_loadd(6, a + k, lda * 2);
         _tile_dpbf16ps(0, 6, 4);
         _tile_dpbf16ps(1, 6, 5);
         if constexpr (kTilesA == 2) {
-            _tile_loadd(7, a + kTile * lda + k, lda * 2);
+            _tile_loadd(7, a + size_t(kTile) * lda + k, lda * 2);
             _tile_dpbf16ps(2, 7, 4);
             _tile_dpbf16ps(3, 7, 5);
         }
@@ -147,6 +165,43 @@ inline void multiply(const bf16* a, int lda, const bf16* block, int depth, float
         _tile_stored(3, sums + kTile * kBlock + kTile, kBlock * 4);
     }
     asm volatile("" ::: "memory");
+}
+#endif
+
+// The same with vector instructions, 4 rows at a time; at most 32 rows.
+inline void multiply_on_vectors(const bf16* a, int lda, const bf16* block, int depth, int rows, float* sums) {
+    constexpr int kRows = 4;
+    for (int first = 0; first < rows; first += kRows) {
+        __m512 sum[kRows][2] = {};
+        const bf16* weights = block;
+        for (int k = 0; k < depth; k += kDepth, weights += kDepth * kBlock) {
+            for (int pair = 0; pair < kDepth / 2; ++pair) {
+                const auto* tile = (const __m512i*)weights + pair;
+                for (int row = 0; row < kRows; ++row) {
+                    int32_t both;
+                    std::memcpy(&both, a + size_t(first + row) * lda + k + 2 * pair, sizeof both);
+                    const __m512bh values = (__m512bh)_mm512_set1_epi32(both);
+                    sum[row][0] = _mm512_dpbf16_ps(sum[row][0], values, (__m512bh)_mm512_loadu_si512(tile));
+                    sum[row][1] = _mm512_dpbf16_ps(sum[row][1], values, (__m512bh)_mm512_loadu_si512(tile + kTile));
+                }
+            }
+        }
+        for (int row = 0; row < kRows; ++row) {
+            _mm512_store_ps(sums + (first + row) * kBlock, sum[row][0]);
+            _mm512_store_ps(sums + (first + row) * kBlock + kTile, sum[row][1]);
+        }
+    }
+}
+
+inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int rows, float* sums) {
+#ifdef __AMX_BF16__
+    if (have_matrix_unit()) {
+        if (rows > kTile) multiply_on_unit<2>(a, lda, block, depth, sums);
+        else multiply_on_unit<1>(a, lda, block, depth, sums);
+        return;
+    }
+#endif
+    multiply_on_vectors(a, lda, block, depth, rows, sums);
 }
 
 // One row of sums of block n .. n + 32 to its place.
@@ -199,30 +254,40 @@ inline void run_block(const Job& job, int block, int first_row, int end_row) {
     }
     for (int row = first_row; row < end_row; row += 2 * kTile) {
         const bf16* a = job.a + size_t(row) * job.lda;
-        if (end_row - row > kTile) multiply<2>(a, job.lda, weights, job.depth, sums);
-        else multiply<1>(a, job.lda, weights, job.depth, sums);
-        for (int r = 0; r < std::min(2 * kTile, end_row - row); ++r) finish_row(job, row + r, block * kBlock, sums + r * kBlock);
+        const int rows = std::min(2 * kTile, end_row - row);
+        multiply(a, job.lda, weights, job.depth, rows, sums);
+        for (int r = 0; r < rows; ++r) finish_row(job, row + r, block * kBlock, sums + r * kBlock);
     }
 }
 
-inline void linear(const Linear& linear, const Call& call, bf16* scratch) {
+// Rows of A as tiles need them: normed, k and rows padded. Memory behind the last row is read and not used.
+inline void prepare_rows(const Linear& linear, const Call& call, int first, int end, int depth, bf16* to) {
+    for (int row = first; row < end; ++row) {
+        const bf16* x = call.x + size_t(row) * linear.k;
+        bf16* out = to + size_t(row) * depth;
+        if (call.norm) {
+            norm_row(x, call.norm, linear.epsilon, linear.k, depth, out);
+        } else {
+            std::memcpy(out, x, linear.k * sizeof(bf16));
+            std::memset(out + linear.k, 0, (depth - linear.k) * sizeof(bf16));
+        }
+    }
+}
+
+inline void linear(const Linear& linear, const Call& call) {
+    static thread_local std::vector<bf16> scratch;
     Pool& pool = Pool::get();
-    const int depth = (linear.k + kDepth - 1) / kDepth * kDepth;
+    const int depth = round_up(linear.k, kDepth);
     Job job{linear, call, call.x, linear.k, depth};
-    if (call.norm || depth != linear.k) {
-        job.a = scratch, job.lda = depth;
-        constexpr int kRowsOfTask = 16;
-        auto prepare = [&](int index, int) {
-            for (int row = index * kRowsOfTask; row < std::min(call.rows, (index + 1) * kRowsOfTask); ++row) {
-                const bf16* x = call.x + size_t(row) * linear.k;
-                bf16* to = scratch + size_t(row) * depth;
-                if (call.norm) norm_row(x, call.norm, call.epsilon, linear.k, depth, to);
-                else std::memcpy(to, x, linear.k * 2), std::memset(to + linear.k, 0, (depth - linear.k) * 2);
-            }
-        };
-        const int tasks = (call.rows + kRowsOfTask - 1) / kRowsOfTask;
-        if (tasks <= 2) for (int index = 0; index < tasks; ++index) prepare(index, 0);
-        else pool.run(tasks, prepare);
+    if (call.norm || depth != linear.k || call.rows % kTile) {
+        scratch.resize(std::max(scratch.size(), size_t(round_up(call.rows, kTile)) * depth));
+        bf16* a = scratch.data();
+        job.a = a, job.lda = depth;
+        const int tasks = call.rows <= 2 * kTile ? 1 : (call.rows + kTile - 1) / kTile;
+        const int rows = (call.rows + tasks - 1) / tasks;
+        pool.run(tasks, [&](int index, int) {
+            prepare_rows(linear, call, index * rows, std::min(call.rows, (index + 1) * rows), depth, a);
+        });
     }
     const int blocks = (linear.n + kBlock - 1) / kBlock;
     constexpr int kRowsOfTask = 256;

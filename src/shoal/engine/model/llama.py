@@ -12,38 +12,35 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import rms_norm
 
 from shoal.engine.device import Device
 from shoal.engine.model.config import ModelConfig, Rope
+from shoal.engine.model.linear import Linear
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THD, k_TKD, v_TKD) -> [T, H · D]
 
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
-    """Weights of one layer, as load.py makes them. Biases and head norms are None where the family has none."""
+    """Weights of one layer, as load.py makes them. Head norms are None where the family has none."""
 
     attention_norm_E: Tensor
-    qkv_HKKDxE: Tensor  # rows: all query heads, all key heads, all value heads
-    qkv_bias: Tensor | None
+    qkv: Linear  # outputs: all query heads, all key heads, all value heads
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
-    output_ExHD: Tensor
-    output_bias_E: Tensor | None
+    output: Linear
     mlp_norm_E: Tensor
-    gate_up_2FxE: Tensor  # rows: gate, then up
-    gate_up_bias: Tensor | None
-    down_ExF: Tensor
-    down_bias_E: Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
-    embedding_VxE: Tensor
+    embedding: Linear  # for its rows; the same as `head` where the model ties them
     layers: list[Layer]
     norm_E: Tensor
-    head_VxE: Tensor  # the same tensor as the embedding where the model ties them
+    head: Linear
 
 
 class Llama:
@@ -54,36 +51,28 @@ class Llama:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """[T, E]: what `logits` takes."""
-        x_TE = embedding(tokens_T, self._weights.embedding_VxE)
+        x_TE = self._weights.embedding.rows(tokens_T)
         angle_T1D = (positions_T.unsqueeze(1) * self._frequency_D).unsqueeze(1)  # float32, as large positions need
         cos_T1D, sin_T1D = angle_T1D.cos().to(x_TE.dtype), angle_T1D.sin().to(x_TE.dtype)
         for index, layer in enumerate(self._weights.layers):
-            q_THD, k_TKD, v_TKD = self._qkv(layer, self._norm(x_TE, layer.attention_norm_E), cos_T1D, sin_T1D)
-            o_THD = attend(index, q_THD, k_TKD, v_TKD)
-            x_TE = x_TE + linear(o_THD, layer.output_ExHD, layer.output_bias_E)
-            x_TE = x_TE + _mlp(layer, self._norm(x_TE, layer.mlp_norm_E))
+            q_THD, k_TKD, v_TKD = self._qkv(layer, x_TE, cos_T1D, sin_T1D)
+            x_TE = layer.output.add(attend(index, q_THD, k_TKD, v_TKD), x_TE)
+            x_TE = layer.down.add(layer.gate_up.normed_silu(x_TE, layer.mlp_norm_E), x_TE)
         return x_TE
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """[R, V] in float32."""
-        return linear(self._norm(hidden_RE, self._weights.norm_E), self._weights.head_VxE).float()
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self.config.norm_eps)
+        """[R, V] in float32; overwritten by the next call."""
+        return self._weights.head.scores(hidden_RE, self._weights.norm_E)
 
     def _qkv(self, layer: Layer, x_TE: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        qkv = linear(x_TE, layer.qkv_HKKDxE, layer.qkv_bias).view(len(x_TE), -1, config.head_dim)
+        qkv = layer.qkv.normed(x_TE, layer.attention_norm_E).view(len(x_TE), -1, config.head_dim)
         q_THD, k_TKD, v_TKD = qkv.split(heads, dim=1)
         if layer.q_norm_D is not None and layer.k_norm_D is not None:
-            q_THD, k_TKD = self._norm(q_THD, layer.q_norm_D), self._norm(k_TKD, layer.k_norm_D)
+            q_THD = rms_norm(q_THD, layer.q_norm_D.shape, layer.q_norm_D, config.norm_eps)
+            k_TKD = rms_norm(k_TKD, layer.k_norm_D.shape, layer.k_norm_D, config.norm_eps)
         return _rotate(q_THD, cos_T1D, sin_T1D), _rotate(k_TKD, cos_T1D, sin_T1D), v_TKD
-
-
-def _mlp(layer: Layer, x_TE: Tensor) -> Tensor:
-    gate_TF, up_TF = linear(x_TE, layer.gate_up_2FxE, layer.gate_up_bias).chunk(2, dim=-1)
-    return linear(silu(gate_TF) * up_TF, layer.down_ExF, layer.down_bias_E)
 
 
 def _rotate(x_TxD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

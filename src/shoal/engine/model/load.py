@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.engine.device import Device, num_cores
 from shoal.engine.model.config import ModelConfig, read_json
+from shoal.engine.model.linear import Linear, make_linear
 from shoal.engine.model.llama import Layer, Weights
 
 _DIGEST_PIECE_BYTES = 8 << 20
@@ -84,18 +85,22 @@ def weight_files(folder: Path) -> list[Path]:
 def load_weights(folder: Path, config: ModelConfig, device: Device) -> Weights:
     """Raises ValueError naming a tensor that is missing, has another shape, or should not be there."""
     with Checkpoint(folder) as checkpoint:
-        loader = _Loader(checkpoint, device)
-        embedding = loader.one("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        loader = _Loader(checkpoint, config, device)
+        vocabulary = config.vocab_size
+        embedding = loader.linear(["model.embed_tokens"], (vocabulary,), config.hidden_size, bias=False)
         layers = [_layer(loader, config, index) for index in range(config.num_layers)]
         norm = loader.one("model.norm.weight", config.hidden_size)
-        head = embedding if config.tied else loader.one("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = embedding
+        if not config.tied:
+            head = loader.linear(["lm_head"], (vocabulary,), config.hidden_size, bias=False)
         checkpoint.finish(ignored=("lm_head.weight",) if config.tied else ())
-    return Weights(embedding_VxE=embedding, layers=layers, norm_E=norm, head_VxE=head)
+    return Weights(embedding=embedding, layers=layers, norm_E=norm, head=head)
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, device: Device) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: Device) -> None:
         self._checkpoint = checkpoint
+        self._config = config
         self._device = device
 
     def one(self, name: str, *shape: int) -> Tensor:
@@ -104,8 +109,15 @@ class _Loader:
         self._checkpoint.copy(name, target)
         return target
 
-    def stacked(self, modules: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
-        """Several tensors under each other, so that one multiplication does the work of all."""
+    def linear(
+        self, modules: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool, gated: bool = False
+    ) -> Linear:
+        """Several modules under each other, so that one multiplication does the work of all."""
+        weight = self._stacked(modules, "weight", rows, columns)
+        biases = self._stacked(modules, "bias", rows) if bias else None
+        return make_linear(weight, biases, self._device, epsilon=self._config.norm_eps, gated=gated)
+
+    def _stacked(self, modules: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
         for module, num_rows in zip(modules, rows, strict=True):
             self._checkpoint.expect(f"{module}.{kind}", num_rows, *rest)
         target = self._device.empty((sum(rows), *rest))
@@ -115,24 +127,20 @@ class _Loader:
 
 
 def _layer(loader: _Loader, config: ModelConfig, index: int) -> Layer:
-    at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    layer = f"model.layers.{index}"
+    at, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
-    qkv, qkv_rows = [f"{at}.{part}_proj" for part in "qkv"], (heads, kv_heads, kv_heads)
-    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    qkv, gate_up = [f"{at}.{part}_proj" for part in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     return Layer(
-        attention_norm_E=loader.one(f"model.layers.{index}.input_layernorm.weight", hidden),
-        qkv_HKKDxE=loader.stacked(qkv, "weight", qkv_rows, hidden),
-        qkv_bias=loader.stacked(qkv, "bias", qkv_rows) if config.qkv_bias else None,
+        attention_norm_E=loader.one(f"{layer}.input_layernorm.weight", hidden),
+        qkv=loader.linear(qkv, (heads, kv_heads, kv_heads), hidden, bias=config.qkv_bias),
         q_norm_D=loader.one(f"{at}.q_norm.weight", dim) if config.qk_norm else None,
         k_norm_D=loader.one(f"{at}.k_norm.weight", dim) if config.qk_norm else None,
-        output_ExHD=loader.one(f"{at}.o_proj.weight", hidden, heads),
-        output_bias_E=loader.one(f"{at}.o_proj.bias", hidden) if config.output_bias else None,
-        mlp_norm_E=loader.one(f"model.layers.{index}.post_attention_layernorm.weight", hidden),
-        gate_up_2FxE=loader.stacked(gate_up, "weight", (inner, inner), hidden),
-        gate_up_bias=loader.stacked(gate_up, "bias", (inner, inner)) if config.mlp_bias else None,
-        down_ExF=loader.one(f"{mlp}.down_proj.weight", hidden, inner),
-        down_bias_E=loader.one(f"{mlp}.down_proj.bias", hidden) if config.mlp_bias else None,
+        output=loader.linear([f"{at}.o_proj"], (hidden,), heads, bias=config.output_bias),
+        mlp_norm_E=loader.one(f"{layer}.post_attention_layernorm.weight", hidden),
+        gate_up=loader.linear(gate_up, (inner, inner), hidden, bias=config.mlp_bias, gated=True),
+        down=loader.linear([f"{mlp}.down_proj"], (hidden,), inner, bias=config.mlp_bias),
     )
 
 

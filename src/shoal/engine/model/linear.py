@@ -1,0 +1,175 @@
+"""Linear layers with what surrounds them in a transformer: y = x · W^T + bias after an RMS norm, before a residual.
+
+Which kind a weight becomes is decided once, here, from the device. Weights are laid out for the processor when they are
+loaded; nobody else sees how.
+
+Shape letters: M rows, N rows of W (outputs), K columns of W (inputs), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from shoal.engine.device import Device
+from shoal.engine.kernels.library import Kernels
+from shoal.engine.kernels.library import Linear as Struct
+
+_TILE = 16  # rows of W in a tile, as linear.h lays them out
+_BLOCK = 2 * _TILE
+_DEPTH = 32  # values of k in a tile
+
+
+class Linear(Protocol):
+    """What is returned may be memory that the next call with a result of the same width writes again."""
+
+    num_rows: int  # N
+
+    def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        """[M, N]: of rms_norm(x)."""
+        ...
+
+    def normed_silu(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        """[M, N / 2]: silu(gate) · up of rms_norm(x), where the rows of W are all gates, then all ups."""
+        ...
+
+    def add(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
+        """[M, N]: residual + result. The residual is overwritten."""
+        ...
+
+    def scores(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        """[M, N] in float32: of rms_norm(x)."""
+        ...
+
+    def rows(self, ids_M: Tensor) -> Tensor:
+        """[M, K]: these rows of W, newly made."""
+        ...
+
+
+def make_linear(
+    weight_NK: Tensor, bias_N: Tensor | None, device: Device, *, epsilon: float, gated: bool = False
+) -> Linear:
+    """`epsilon` is the norm's. `gated`: for `normed_silu`. The weight is not kept where another layout is."""
+    if device.kernels is not None and device.kernels.has_linear and weight_NK.dtype == torch.bfloat16:
+        return KernelLinear(weight_NK, None, bias_N, device, epsilon, gated)
+    return TorchLinear(weight_NK, bias_N, epsilon)
+
+
+class TorchLinear:
+    """Any device, any number format."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, epsilon: float) -> None:
+        self.num_rows = len(weight_NK)
+        self._weight_NK = weight_NK
+        self._bias_N = bias_N
+        self._epsilon = epsilon
+
+    def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        return linear(rms_norm(x_MK, norm_K.shape, norm_K, self._epsilon), self._weight_NK, self._bias_N)
+
+    def normed_silu(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        gate_MF, up_MF = self.normed(x_MK, norm_K).chunk(2, dim=-1)
+        return silu(gate_MF) * up_MF
+
+    def add(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
+        return residual_MN.add_(linear(x_MK, self._weight_NK, self._bias_N))
+
+    def scores(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        return self.normed(x_MK, norm_K).float()
+
+    def rows(self, ids_M: Tensor) -> Tensor:
+        return embedding(ids_M, self._weight_NK)
+
+
+class KernelLinear:
+    """bfloat16 activations; weights in bfloat16, or int8 with a scale per row. See kernels/linear.h."""
+
+    def __init__(
+        self,
+        weight_NK: Tensor,
+        scale_N: Tensor | None,
+        bias_N: Tensor | None,
+        device: Device,
+        epsilon: float,
+        gated: bool,
+    ) -> None:
+        self.num_rows, self._k = weight_NK.shape
+        assert device.kernels is not None
+        self._linear = device.kernels.linear
+        self._buffer = device.buffer
+        self._gated = gated
+        self._packed = _packed(weight_NK, gated)  # [N / 32, K / 32, 2, 16, 16, 2]
+        self._scale = None if scale_N is None else _in_order(scale_N, gated)
+        self._bias = None if bias_N is None else _in_order(bias_N.float(), gated)
+        struct = Struct(
+            _address(self._packed), _address(self._scale), _address(self._bias), self.num_rows, self._k, epsilon
+        )
+        self._struct = ctypes.byref(struct)
+
+    def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        return self._call(x_MK, norm_K, Kernels.STORE, self._buffer(len(x_MK), self.num_rows, x_MK.dtype))
+
+    def normed_silu(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        assert self._gated
+        return self._call(x_MK, norm_K, Kernels.SILU, self._buffer(len(x_MK), self.num_rows // 2, x_MK.dtype))
+
+    def add(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
+        return self._call(x_MK, None, Kernels.ADD, residual_MN)
+
+    def scores(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        return self._call(x_MK, norm_K, Kernels.FLOAT, self._buffer(len(x_MK), self.num_rows, torch.float32))
+
+    def rows(self, ids_M: Tensor) -> Tensor:
+        block_M, tile_M = ids_M // _BLOCK, ids_M // _TILE % 2
+        if self._gated:
+            half = self.num_rows // 2
+            block_M, tile_M, ids_M = ids_M % half // _TILE, ids_M // half, ids_M % half
+        rows = self._packed[block_M, :, tile_M, :, ids_M % _TILE].flatten(1)[:, : self._k]
+        if self._scale is not None:
+            rows = rows * self._scale[block_M * _BLOCK + tile_M * _TILE + ids_M % _TILE].unsqueeze(1)
+        return rows.bfloat16().contiguous()
+
+    def _call(self, x_MK: Tensor, norm_K: Tensor | None, epilogue: int, out: Tensor) -> Tensor:
+        assert x_MK.is_contiguous() and out.is_contiguous()
+        self._linear(self._struct, x_MK.data_ptr(), _address(norm_K), len(x_MK), epilogue, out.data_ptr())
+        return out
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _packed(weight_NK: Tensor, gated: bool) -> Tensor:
+    """Tiles as linear.h says; zeros where N or K end within one."""
+    weight_NK = _padded(weight_NK, gated)
+    tiles = weight_NK.view(*_tile_shape(weight_NK.shape[0], gated), weight_NK.shape[1] // _DEPTH, _DEPTH // 2, 2)
+    order = (1, 3, 0, 4, 2, 5) if gated else (0, 3, 1, 4, 2, 5)  # block, k, tile of the block, pair, row, of the pair
+    return tiles.permute(order).contiguous()
+
+
+def _in_order(values_N: Tensor, gated: bool) -> Tensor:
+    """One number per row of W, in the order of the packed rows."""
+    padded = _padded(values_N.unsqueeze(1), gated, _depth=1).flatten()
+    tiles = padded.view(_tile_shape(len(padded), gated))
+    return (tiles.transpose(0, 1) if gated else tiles).flatten().contiguous()
+
+
+def _tile_shape(num_rows: int, gated: bool) -> tuple[int, int, int]:
+    """Gated: first all tiles of gates, then all of ups; else two neighbours make a block."""
+    return (2, num_rows // _BLOCK, _TILE) if gated else (num_rows // _BLOCK, 2, _TILE)
+
+
+def _padded(weight_NK: Tensor, gated: bool, _depth: int = _DEPTH) -> Tensor:
+    parts = weight_NK.chunk(2) if gated else (weight_NK,)
+    unit = _TILE if gated else _BLOCK
+    rows, columns = -len(parts[0]) % unit, -weight_NK.shape[1] % _depth
+    if not rows and not columns:
+        return weight_NK
+    return torch.cat([torch.nn.functional.pad(part, (0, columns, 0, rows)) for part in parts])
