@@ -27,7 +27,7 @@ def logits_of(runner: Runner, prompt: list[int], monkeypatch: pytest.MonkeyPatch
     """[tokens, vocabulary]: what the model gave while it scored the prompt."""
     seen: list[Tensor] = []
     real = runner._model.logits
-    monkeypatch.setattr(runner._model, "logits", lambda hidden: seen.append(real(hidden)) or seen[-1])
+    monkeypatch.setattr(runner._model, "logits", lambda hidden: seen.append(real(hidden).clone()) or seen[-1])
     runner.forget_all()
     sampling = Sampling(temperature=0, prompt_logprobs=0)
     blocks = tuple(range(-(-len(prompt) // runner.block_tokens)))
