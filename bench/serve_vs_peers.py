@@ -129,12 +129,12 @@ class Comparison:
         summary.keep(self._report, self._record)
 
 
-def main() -> int:
+def main(words: list[str]) -> int:
     """0: all was measured, whatever the figures; 1: not all; 130: asked to stop."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--peer", choices=sorted(PEERS), default="both", help="how vLLM runs (default both)")
     parser.add_argument("--rounds", type=_positive, default=3, help="default 3")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the servers are ended
     screen = Console(stderr=True)
@@ -174,4 +174,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,13 @@
-"""A server that speaks just enough of the API: the first token id of a prompt says how the request fares."""
+"""A server that speaks just enough of the API: the first token id of a prompt says how the request fares.
+
+python -m tests.bench.server --port N      until it is ended
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +16,8 @@ from typing import Any
 from aiohttp import web
 
 FINE, BUSY, ERROR_EVENT, CUT, NO_DONE, NO_FINISH, NO_USAGE, GARBAGE, SILENT, SHORT = range(10)
+
+LOGPROBS = {"tokens": [" a", " b"], "top_logprobs": [{" a": -0.1, " c": -3.0}, {" b": -0.2, " d": -2.0}]}
 
 
 @dataclass
@@ -37,6 +43,8 @@ class Server:
         body = await request.json()
         self.bodies.append(body)
         self.heard.set()
+        if not body.get("stream"):
+            return web.json_response({"choices": [{"text": " a b", "logprobs": LOGPROBS}]})
         fate, total = body["prompt"][0], body["max_tokens"]
         if fate == BUSY:
             return web.json_response({"error": {"message": "full"}}, status=429)
@@ -82,7 +90,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[Server]:
+async def serving(port: int = 0, **settings: Any) -> AsyncIterator[Server]:
     server = Server(**settings)
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
@@ -90,9 +98,18 @@ async def serving(**settings: Any) -> AsyncIterator[Server]:
     runner = web.AppRunner(app, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         server.url = "http://{}:{}".format(*runner.addresses[0][:2])
         yield server
     finally:
         server.released.set()
         await runner.cleanup()
+
+
+async def _serve(port: int) -> None:
+    async with serving(port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[sys.argv.index("--port") + 1])))
