@@ -63,20 +63,23 @@ class Engine:
         self.runner.forget_all()
         return Scheduler(limits, hash_root=self.runner.hash_root, cost=StepCost(self.cost))
 
-    def serve(self, load: Trace, *, seed: int, **limits: Any) -> Run:
+    def serve(
+        self, load: Trace, *, seed: int, on_turn: Callable[[Turn], None] = lambda turn: None, **limits: Any
+    ) -> Run:
         """The whole closed load through the engine's step loop: random prompts, greedy, every answer at full length."""
         assert load.concurrency is not None
         limits = {"prefix_caching": False} | limits
-        return _Caller(self, load, dataclasses.replace(self.limits, **limits), seed).run()
+        return _Caller(self, load, dataclasses.replace(self.limits, **limits), seed, on_turn).run()
 
 
 class _Caller:
     """Sends a request whenever fewer than `concurrency` are open, from the step thread, so that no turn misses it."""
 
-    def __init__(self, engine: Engine, load: Trace, limits: Limits, seed: int) -> None:
+    def __init__(self, engine: Engine, load: Trace, limits: Limits, seed: int, on_turn: Callable[[Turn], None]) -> None:
         self._chance = Random(f"{seed}/tokens")
         self._vocab_size = engine.runner.vocab_size
         self._specs = [self._spec(number, *row[1:]) for number, row in enumerate(load.rows)][::-1]
+        self._tell = on_turn
         self._num_first = load.concurrency or 0
         self._num_open = 0
         self._result = Run()
@@ -110,6 +113,7 @@ class _Caller:
             self._loop.submit(SESSION, specs)
 
     def _on_turn(self, turn: Turn) -> None:
+        self._tell(turn)
         assert not turn.refused, turn.refused
         num_ended = 0
         for update in turn.updates.get(SESSION, ()):
