@@ -146,7 +146,9 @@ void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, floa
         _tile_zero(2);
         _tile_zero(3);
     }
+    constexpr int kAhead = 4096;  // bytes: the next two steps' weights are under way
     for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock) {
+        for (int line = 0; line < 2 * kTileBytes; line += 64) _mm_prefetch((const char*)block + kAhead + line, _MM_HINT_T0);
         _tile_loadd(4, block, 64);
         _tile_loadd(5, block + kDepth * kTile, 64);
         _tile_loadd(6, a + k, lda * 2);
@@ -204,6 +206,12 @@ inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int r
     multiply_on_vectors(a, lda, block, depth, rows, sums);
 }
 
+// Rows of a vocabulary often lie a multiple of the cache's own length apart; written through it they evict each other.
+inline void store_float(float* to, __mmask16 mask, __m512 value, bool past_the_cache) {
+    if (past_the_cache && mask == 0xffff && uintptr_t(to) % 64 == 0) _mm512_stream_ps(to, value);
+    else _mm512_mask_storeu_ps(to, mask, value);
+}
+
 // One row of sums of block n .. n + 32 to its place.
 inline void finish_row(const Job& job, int row, int n, const float* sums) {
     const Linear& linear = job.linear;
@@ -227,7 +235,7 @@ inline void finish_row(const Job& job, int row, int n, const float* sums) {
         if (column >= width) return;
         const __mmask16 mask = column + 16 <= width ? 0xffff : (1u << (width - column)) - 1;
         if (job.call.epilogue == kFloat) {
-            _mm512_mask_storeu_ps((float*)job.call.out + size_t(row) * width + column, mask, value[half]);
+            store_float((float*)job.call.out + size_t(row) * width + column, mask, value[half], job.call.rows > kTile / 4);
             continue;
         }
         bf16* out = (bf16*)job.call.out + size_t(row) * width + column;
@@ -300,6 +308,7 @@ inline void linear(const Linear& linear, const Call& call) {
         for (int block = first; block < std::min(blocks, first + per_task); ++block) {
             run_block(job, block, first_row, std::min(call.rows, first_row + kRowsOfTask));
         }
+        _mm_sfence();  // streamed results are seen before the task is called done
     });
 }
 
