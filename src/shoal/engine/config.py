@@ -15,6 +15,12 @@ class EngineConfig:
         Meta(description="weights and KV; auto: bfloat16 where the processor has it, else float32"),
     ] = "auto"
     device: Annotated[str, Meta(description="auto, cpu, cuda, cuda:N")] = "auto"
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(
+            description="int8: the matrices as whole numbers with a scale per row: half of bfloat16's memory; on CPUs"
+        ),
+    ] = "none"
     max_model_len: Annotated[
         int,
         Meta(

@@ -38,6 +38,7 @@ class Device:
     dtype: torch.dtype  # of weights, activations, keys and values
     attention: str  # a key of model.attention.ATTENTION
     kernels: Kernels | None  # ours, for CPUs
+    quantization: str = "none"  # of the matrices: "none" or "int8"
     _buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
@@ -116,6 +117,11 @@ def choose(config: EngineConfig) -> Device:
         if (device.index or 0) >= count:
             raise ValueError(f"engine.device is {config.device!r}; this machine has {count} CUDA devices")
     dtype = _DTYPES[config.dtype] if config.dtype != "auto" else _best_dtype(device)
+    if config.quantization != "none" and (device.type != "cpu" or dtype == torch.float16):
+        raise ValueError(
+            f"engine.quantization is {config.quantization}; it needs a CPU, and bfloat16 or float32: "
+            f"the device is {device}, engine.dtype {str(dtype).removeprefix('torch.')}"
+        )
     threads = config.threads or num_cores()
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
@@ -123,7 +129,7 @@ def choose(config: EngineConfig) -> Device:
     log.info(
         "engine.device", {"device": str(device), "dtype": str(dtype), "threads": threads, "kernels": bool(kernels)}
     )
-    return Device(device, dtype, attention="sdpa", kernels=kernels)
+    return Device(device, dtype, attention="sdpa", kernels=kernels, quantization=config.quantization)
 
 
 def _kernels(threads: int) -> Kernels | None:

@@ -231,7 +231,7 @@ def load(model_dir: Path, config: EngineConfig) -> Runner:
         model,
         device,
         block_tokens=config.block_size,
-        digest=model_digest(model_dir),
+        digest=model_digest(model_dir, config.quantization),
     )
     peak_bytes = device.peak_bytes(
         lambda: build(num_blocks=1, max_model_len=max_model_len).compute(largest_step(config, max_model_len))

@@ -18,6 +18,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from shoal.engine.device import Device
 from shoal.engine.kernels.library import Kernels
 from shoal.engine.kernels.library import Linear as Struct
+from shoal.engine.model.quantize import multiply, quantize
 
 _TILE = 16  # rows of W in a tile, as linear.h lays them out
 _BLOCK = 2 * _TILE
@@ -54,7 +55,13 @@ def make_linear(
     weight_NK: Tensor, bias_N: Tensor | None, device: Device, *, epsilon: float, gated: bool = False
 ) -> Linear:
     """`epsilon` is the norm's. `gated`: for `normed_silu`. The weight is not kept where another layout is."""
-    if device.kernels is not None and device.kernels.has_linear and weight_NK.dtype == torch.bfloat16:
+    with_kernel = device.kernels is not None and device.kernels.has_linear and weight_NK.dtype == torch.bfloat16
+    if device.quantization == "int8":
+        ints_NK, scale_N = quantize(weight_NK)
+        if with_kernel:
+            return KernelLinear(ints_NK, scale_N, bias_N, device, epsilon, gated)
+        return Int8TorchLinear(ints_NK, scale_N.to(weight_NK.dtype), bias_N, epsilon)
+    if with_kernel:
         return KernelLinear(weight_NK, None, bias_N, device, epsilon, gated)
     return TorchLinear(weight_NK, bias_N, epsilon)
 
@@ -69,20 +76,38 @@ class TorchLinear:
         self._epsilon = epsilon
 
     def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
-        return linear(rms_norm(x_MK, norm_K.shape, norm_K, self._epsilon), self._weight_NK, self._bias_N)
+        return self._multiply(rms_norm(x_MK, norm_K.shape, norm_K, self._epsilon))
 
     def normed_silu(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
         gate_MF, up_MF = self.normed(x_MK, norm_K).chunk(2, dim=-1)
         return silu(gate_MF) * up_MF
 
     def add(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
-        return residual_MN.add_(linear(x_MK, self._weight_NK, self._bias_N))
+        return residual_MN.add_(self._multiply(x_MK))
 
     def scores(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
         return self.normed(x_MK, norm_K).float()
 
     def rows(self, ids_M: Tensor) -> Tensor:
         return embedding(ids_M, self._weight_NK)
+
+    def _multiply(self, x_MK: Tensor) -> Tensor:
+        return linear(x_MK, self._weight_NK, self._bias_N)
+
+
+class Int8TorchLinear(TorchLinear):
+    """int8 weights with a scale per row, for processors that the kernels do not know; bfloat16 or float32 otherwise."""
+
+    def __init__(self, ints_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, epsilon: float) -> None:
+        super().__init__(ints_NK, bias_N, epsilon)
+        self._scale_N = scale_N
+
+    def rows(self, ids_M: Tensor) -> Tensor:
+        return super().rows(ids_M) * self._scale_N[ids_M].unsqueeze(1)
+
+    def _multiply(self, x_MK: Tensor) -> Tensor:
+        y_MN = multiply(x_MK, self._weight_NK, self._scale_N)
+        return y_MN if self._bias_N is None else y_MN.add_(self._bias_N)
 
 
 class KernelLinear:

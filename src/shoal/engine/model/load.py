@@ -144,13 +144,15 @@ def _layer(loader: _Loader, config: ModelConfig, index: int) -> Layer:
     )
 
 
-def model_digest(folder: Path) -> str:
-    """32 hex digits over config.json and every byte of the weights, in pieces of 8 MiB hashed on all cores.
+def model_digest(folder: Path, quantization: str = "none") -> str:
+    """32 hex digits over config.json, every byte of the weights, and what is made of them when they are loaded.
 
     Every byte, because replicas with one digest exchange keys and values and continue each other's streams.
-    blake2b takes about 1 s per GB and core; the pages are read for loading anyway.
+    blake2b takes about 1 s per GB and core, here in pieces of 8 MiB; the pages are read for loading anyway.
     """
     total = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16, person=b"shoal-model")
+    if quantization != "none":
+        total.update(quantization.encode())
     with ThreadPoolExecutor(num_cores()) as pool:
         for path in weight_files(folder):
             total.update(f"{path.name}:{path.stat().st_size}".encode())
