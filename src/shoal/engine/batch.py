@@ -9,7 +9,7 @@ Shape letters: T tokens of the step, R requests that sample in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,16 +21,10 @@ from shoal.engine.device import Device
 from shoal.engine.model.attention import Spans
 from shoal.engine.sample import History, SamplingBatch
 
-_SETTINGS = {  # fields of Sampling that are columns of the table
-    "temperature": np.float32,
-    "top_p": np.float32,
-    "top_k": np.int64,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "frequency_penalty": np.float32,
-}
-_NOTHING = np.empty(0, np.int64)
+# Columns of the table: attributes of Sampling, then the table's own. Their order is that of the matrices' first axis.
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "seed", "choice", "num_prompt")
+_NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 @dataclass(slots=True)
@@ -43,6 +37,7 @@ class Row:
     min_tokens: int
     bias: tuple[np.ndarray, np.ndarray]  # token ids, values
     stop_ids: np.ndarray
+    steered: bool  # some logits have to be changed: there is a bias, or stop tokens wait for min_tokens
     num_blocks: int = 0
     sampled_step: int = -1  # the last step that sampled for it
 
@@ -55,9 +50,10 @@ class Batch:
     offset_T: Tensor  # and place in the block
     fresh_blocks: Tensor  # entered a table in this step
     spans: Spans  # one per slice
-    sampled: list[int] = field(default_factory=list)  # indices of the slices that sample
+    sampled: list[int]  # indices of the slices that sample
     last_row_R: Tensor | None = None  # their last rows of T
     sampling: SamplingBatch | None = None
+    place_R: Tensor | None = None  # of the sampled ids in the table of tokens
 
 
 class RequestTable:
@@ -67,8 +63,8 @@ class RequestTable:
         self._block_tokens = block_tokens
         self._vocab_size = vocab_size
         self._free: list[int] = []
-        self._columns = {name: np.zeros(0, kind) for name, kind in _SETTINGS.items()}
-        self._columns |= {name: np.zeros(0, np.int64) for name in ("seed", "choice", "num_prompt")}
+        self._floats = np.zeros((len(_FLOATS), 0), np.float32)
+        self._integers = np.zeros((len(_INTEGERS), 0), np.int64)
         self._blocks = np.zeros((0, 1), np.int32)  # [row, block of the table]; 0 beyond a table's end
         self._tokens = device.zeros((0, 1), torch.int64)  # [row, position]
 
@@ -81,18 +77,17 @@ class RequestTable:
             self._admit(admit)
             fresh += admit.blocks[-(-admit.computed // self._block_tokens) :]
         for piece in plan.slices:
-            self._append_blocks(self.rows[piece.id], piece.blocks)
-            fresh += piece.blocks
+            if piece.blocks:
+                self._append_blocks(self.rows[piece.id], piece.blocks)
+                fresh += piece.blocks
         return self._batch(plan, np.array(fresh, np.int64))
 
     def store_sampled(self, plan: StepPlan, batch: Batch, tokens_R: Tensor) -> None:
         """Puts sampled ids at their positions, where the next step finds them."""
-        assert batch.sampling is not None
-        rows = [self.rows[plan.slices[index].id] for index in batch.sampled]
-        for row in rows:
-            row.sampled_step = plan.step
-        where = (self._device.tensor(_indices(rows)), self._device.tensor(batch.sampling.position_R))
-        self._tokens.index_put_(where, tokens_R)
+        assert batch.place_R is not None
+        for index in batch.sampled:
+            self.rows[plan.slices[index].id].sampled_step = plan.step
+        self._tokens.view(-1).index_copy_(0, batch.place_R, tokens_R)
 
     def tokens(self, request: str, start: int, end: int) -> Tensor:
         return self._tokens[self.rows[request].index, start:end]
@@ -119,20 +114,17 @@ class RequestTable:
             min_tokens=admit.min_tokens,
             bias=(np.array([t for t, _ in bias], np.int64), np.array([v for _, v in bias], np.float32)),
             stop_ids=np.array(stop_ids, np.int64),
+            steered=bool(bias or (stop_ids and admit.min_tokens)),
         )
         self.rows[admit.id] = row
-        for name in _SETTINGS:
-            self._columns[name][row.index] = getattr(sampling, name)
-        self._columns["seed"][row.index] = np.uint64(sampling.seed & (1 << 64) - 1).astype(np.int64)
-        self._columns["choice"][row.index] = admit.choice
-        self._columns["num_prompt"][row.index] = admit.num_prompt
+        self._floats[:, row.index] = [getattr(sampling, name) for name in _FLOATS]
+        seed = (sampling.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its low 64 bits, as a signed number
+        self._integers[:, row.index] = (sampling.top_k, seed, admit.choice, admit.num_prompt)
         self._append_blocks(row, admit.blocks)
         self._widen_tokens(len(admit.tokens))
         self._tokens[row.index, : len(admit.tokens)] = self._device.tensor(np.array(admit.tokens, np.int64))
 
     def _append_blocks(self, row: Row, blocks: Sequence[int]) -> None:
-        if not blocks:
-            return
         end = row.num_blocks + len(blocks)
         if end > self._blocks.shape[1]:
             wider = np.zeros((len(self._blocks), 2 * end), np.int32)
@@ -151,7 +143,8 @@ class RequestTable:
     def _add_rows(self) -> None:
         old, new = len(self._blocks), max(16, 2 * len(self._blocks))
         self._free = list(range(new - 1, old - 1, -1))
-        self._columns = {name: np.resize(column, new) for name, column in self._columns.items()}
+        self._floats = np.pad(self._floats, ((0, 0), (0, new - old)))
+        self._integers = np.pad(self._integers, ((0, 0), (0, new - old)))
         self._blocks = np.concatenate((self._blocks, np.zeros((new - old, self._blocks.shape[1]), np.int32)))
         more = self._device.zeros((new - old, self._tokens.shape[1]), torch.int64)
         self._tokens = torch.cat((self._tokens, more))
@@ -161,74 +154,89 @@ class RequestTable:
     def _batch(self, plan: StepPlan, fresh: np.ndarray) -> Batch:
         rows = [self.rows[piece.id] for piece in plan.slices]
         self._check(plan, rows)
-        index = _indices(rows)
+        index = np.array([row.index for row in rows], np.int64)
         start = np.array([piece.start for piece in plan.slices], np.int64)
         count = np.array([piece.count for piece in plan.slices], np.int64)
-        first = np.cumsum(count) - count  # first row of each slice
-        num_blocks = -(-int((start + count).max(initial=0)) // self._block_tokens)  # most that a slice needs
-        table_SB = self._blocks[:, :num_blocks][index]
+        end, after = start + count, np.cumsum(count)  # of each slice: in its request, and among the rows of the step
+        first = after - count
         row_T = np.repeat(index, count)
-        position_T = np.arange(count.sum()) - np.repeat(first - start, count)
-        to = self._device.tensor
+        position_T = np.arange(len(row_T)) + np.repeat(start - first, count)
+        block_T, offset_T = np.divmod(position_T, self._block_tokens)
+        num_blocks = -(-int(end.max(initial=0)) // self._block_tokens)  # most that a slice needs
+        to, width = self._device.tensor, self._tokens.shape[1]
         batch = Batch(
-            tokens_T=self._tokens[to(row_T), to(position_T)],
+            tokens_T=self._tokens.view(-1).index_select(0, to(row_T * width + position_T)),
             positions_T=to(position_T),
-            block_T=to(self._blocks[row_T, position_T // self._block_tokens].astype(np.int64)),
-            offset_T=to(position_T % self._block_tokens),
+            block_T=to(self._blocks[row_T, block_T].astype(np.int64)),
+            offset_T=to(offset_T),
             fresh_blocks=to(fresh),
-            spans=Spans(first.astype(np.int32), start.astype(np.int32), count.astype(np.int32), table_SB),
+            spans=Spans(
+                first.astype(np.int32),
+                start.astype(np.int32),
+                count.astype(np.int32),
+                self._blocks[:, :num_blocks].take(index, 0),
+            ),
+            sampled=[i for i, piece in enumerate(plan.slices) if piece.sample],
         )
-        batch.sampled = [i for i, piece in enumerate(plan.slices) if piece.sample]
         if batch.sampled:
-            batch.last_row_R = to((first + count - 1)[batch.sampled])
-            batch.sampling = self._sampling([rows[i] for i in batch.sampled], (start + count)[batch.sampled])
+            where = np.array(batch.sampled, np.int64)
+            index_R, position_R = index[where], end[where]
+            batch.last_row_R = to(after[where] - 1)
+            batch.place_R = to(index_R * width + position_R)
+            batch.sampling = self._sampling([rows[i] for i in batch.sampled], index_R, position_R)
         return batch
 
     def _check(self, plan: StepPlan, rows: list[Row]) -> None:
+        size = self._block_tokens
         for piece, row in zip(plan.slices, rows, strict=True):
-            assert piece.start + piece.count <= row.num_blocks * self._block_tokens, f"{piece.id} lacks blocks"
-            assert piece.from_step in (-1, row.sampled_step), (
-                f"{piece.id} did not sample last in step {piece.from_step}"
-            )
+            id, start, count, _, from_step, _ = piece
+            assert start + count <= row.num_blocks * size, f"{id} lacks blocks"
+            assert from_step in (-1, row.sampled_step), f"{id} did not sample last in step {from_step}"
 
-    def _sampling(self, rows: list[Row], position_R: np.ndarray) -> SamplingBatch:
-        index = _indices(rows)
-        column = {name: values[index] for name, values in self._columns.items()}
-        bias_rows = [np.full(len(row.bias[0]), i) for i, row in enumerate(rows)]
-        too_short = [i for i, row in enumerate(rows) if position_R[i] - row.num_prompt < row.min_tokens]
+    def _sampling(self, rows: list[Row], index_R: np.ndarray, position_R: np.ndarray) -> SamplingBatch:
+        temperature, top_p, min_p, repetition, presence, frequency = self._floats.take(index_R, 1)
+        top_k, seed, choice, num_prompt = self._integers.take(index_R, 1)
+        bias, banned = self._steering(rows, position_R)
+        penalised = (repetition != 1) | (presence != 0) | (frequency != 0)
         return SamplingBatch(
-            temperature_R=column["temperature"],
-            top_p_R=column["top_p"],
-            top_k_R=column["top_k"],
-            min_p_R=column["min_p"],
-            repetition_R=column["repetition_penalty"],
-            presence_R=column["presence_penalty"],
-            frequency_R=column["frequency_penalty"],
-            seed_R=column["seed"],
-            choice_R=column["choice"],
+            temperature_R=temperature,
+            top_p_R=top_p,
+            top_k_R=top_k,
+            min_p_R=min_p,
+            repetition_R=repetition,
+            presence_R=presence,
+            frequency_R=frequency,
+            seed_R=seed,
+            choice_R=choice,
             position_R=position_R,
-            bias=(
-                np.concatenate(bias_rows),
-                np.concatenate([row.bias[0] for row in rows]),
-                np.concatenate([row.bias[1] for row in rows]),
-            ),
-            banned=(
-                np.concatenate([_NOTHING, *(np.full(len(rows[i].stop_ids), i) for i in too_short)]),
-                np.concatenate([_NOTHING, *(rows[i].stop_ids for i in too_short)]),
-            ),
-            history=self._history(index, column, position_R),
+            bias=bias,
+            banned=banned,
+            history=self._history(penalised, index_R, position_R, num_prompt) if penalised.any() else None,
         )
 
-    def _history(self, index: np.ndarray, column: dict[str, np.ndarray], length_R: np.ndarray) -> History | None:
-        penalised = column["repetition_penalty"] != 1
-        penalised |= (column["presence_penalty"] != 0) | (column["frequency_penalty"] != 0)
-        if not penalised.any():
-            return None
-        rows_P = np.flatnonzero(penalised)
+    @staticmethod
+    def _steering(
+        rows: list[Row], position_R: np.ndarray
+    ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """`bias` and `banned` of a SamplingBatch."""
+        where_bias, ids_bias, values = [_NO_IDS], [_NO_IDS], [_NO_VALUES]
+        where_banned, ids_banned = [_NO_IDS], [_NO_IDS]
+        for place, row in enumerate(rows):
+            if not row.steered:
+                continue
+            where_bias.append(np.full(len(row.bias[0]), place))
+            ids_bias.append(row.bias[0])
+            values.append(row.bias[1])
+            if position_R[place] - row.num_prompt < row.min_tokens:
+                where_banned.append(np.full(len(row.stop_ids), place))
+                ids_banned.append(row.stop_ids)
+        bias = (np.concatenate(where_bias), np.concatenate(ids_bias), np.concatenate(values))
+        return bias, (np.concatenate(where_banned), np.concatenate(ids_banned))
+
+    def _history(
+        self, penalised_R: np.ndarray, index_R: np.ndarray, length_R: np.ndarray, num_prompt_R: np.ndarray
+    ) -> History:
+        rows_P = np.flatnonzero(penalised_R)
         longest = int(length_R[rows_P].max())
-        tokens_PL = self._tokens.index_select(0, self._device.tensor(index[rows_P]))[:, :longest]
-        return History(rows_P, tokens_PL, length_R[rows_P], column["num_prompt"][rows_P])
-
-
-def _indices(rows: Sequence[Row]) -> np.ndarray:
-    return np.array([row.index for row in rows], np.int64)
+        tokens_PL = self._tokens.index_select(0, self._device.tensor(index_R[rows_P]))[:, :longest]
+        return History(rows_P, tokens_PL, length_R[rows_P], num_prompt_R[rows_P])

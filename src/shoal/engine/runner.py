@@ -165,12 +165,12 @@ class Runner:
                 wanted.append(row)
                 launched.scored_ids.append(request)
                 launched.num_tops.append(num_top)
-        rows = torch.tensor(wanted, dtype=torch.int64, device=logits_RV.device)
-        logprobs_MV = logits_RV.index_select(0, rows).log_softmax(-1) if wanted else None
-        tokens_R = sample(logits_RV, batch.sampling, self._device)
+        if wanted:  # before sampling changes the logits
+            rows = torch.tensor(wanted, dtype=torch.int64, device=logits_RV.device)
+            logprobs_MV = logits_RV.index_select(0, rows).log_softmax(-1)
+        tokens_R = launched.tokens = sample(logits_RV, batch.sampling, self._device)
         self._table.store_sampled(plan, batch, tokens_R)
-        launched.tokens = tokens_R
-        if logprobs_MV is not None:
+        if wanted:
             launched.scores = score(logprobs_MV, tokens_R.index_select(0, rows), max(launched.num_tops))
 
     def _score_prompt(self, piece: Slice, hidden_ME: Tensor) -> Scores | None:

@@ -12,6 +12,8 @@ preemption and replay on another replica do not change it:
 `mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014, constants by Stafford), G its increment.
 
 Order of the steps, as vLLM does them: logit bias and min_tokens, penalties, temperature, min-p, top-k, top-p.
+On a CPU our own kernel draws (kernels/sample.h), else torch does; both give the same tokens, since they follow the same
+formulas, up to rounding where two tokens are as good as equal.
 Shape letters: R rows (requests that sample), V vocabulary, C candidates, P rows with penalties, L longest history.
 """
 
@@ -24,6 +26,8 @@ import torch
 from torch import Tensor
 
 from shoal.engine.device import Device
+from shoal.engine.kernels.library import Kernels
+from shoal.engine.kernels.library import Sampling as Settings
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean greedy
 _INCREMENT = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -74,6 +78,8 @@ class Scores:
 def sample(logits_RV: Tensor, batch: SamplingBatch, device: Device) -> Tensor:
     """Token ids [R], int64. Changes the logits in place."""
     _adjust(logits_RV, batch, device)
+    if device.kernels is not None:
+        return _draw_by_kernel(logits_RV, batch, device, device.kernels)
     greedy_R = batch.temperature_R < GREEDY_BELOW
     if greedy_R.all():
         return logits_RV.argmax(-1)
@@ -128,6 +134,20 @@ def _noise_keys(batch: SamplingBatch, where: np.ndarray, device: Device) -> Tens
 
 
 # -- draws -------------------------------------------------------------------------------------------------------------
+
+
+def _draw_by_kernel(logits_RV: Tensor, batch: SamplingBatch, device: Device, kernels: Kernels) -> Tensor:
+    logits_RV = logits_RV.float().contiguous()  # as the model gives them already
+    filters = (batch.temperature_R, batch.top_p_R, batch.min_p_R, batch.top_k_R)
+    keys_R = None
+    if (batch.temperature_R >= GREEDY_BELOW).any():
+        keys_R = noise_keys(*map(device.tensor, (batch.seed_R, batch.choice_R, batch.position_R)))
+    settings = Settings(
+        *[column.ctypes.data for column in filters], None if keys_R is None else keys_R.data_ptr(), GREEDY_BELOW
+    )
+    tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
+    kernels.sample(logits_RV.data_ptr(), *logits_RV.shape, settings, tokens_R.data_ptr())
+    return tokens_R
 
 
 def _draw_unfiltered(scaled_RV: Tensor, keys_R: Tensor, *_: object) -> Tensor:

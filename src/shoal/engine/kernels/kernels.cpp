@@ -1,5 +1,6 @@
 // What ctypes calls; library.py has the other side.
 #include "linear.h"
+#include "sample.h"
 
 extern "C" {
 
@@ -14,5 +15,9 @@ void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal
 #else
 int shoal_has_linear() { return 0; }
 #endif
+
+void shoal_sample(const float* logits, int rows, int vocab, const shoal::Sampling* sampling, int64_t* tokens) {
+    shoal::sample(logits, rows, vocab, *sampling, tokens);
+}
 
 }

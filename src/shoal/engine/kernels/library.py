@@ -22,8 +22,24 @@ class Linear(ctypes.Structure):
     )
 
 
+class Sampling(ctypes.Structure):
+    """`Sampling` of sample.h."""
+
+    _fields_ = (
+        ("temperature", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("keys", c_void_p),
+        ("greedy_below", c_float),
+    )
+
+
 class Kernels:
-    """`linear(linear, x, norm, rows, epilogue, out)`; more in kernels.cpp. Calls let other Python threads run."""
+    """`linear(linear, x, norm, rows, epilogue, out)`, `sample(logits, rows, vocab, sampling, tokens)`: see kernels.cpp.
+
+    Calls let other Python threads run.
+    """
 
     STORE, ADD, SILU, FLOAT = range(4)  # Epilogue of linear.h
 
@@ -39,3 +55,6 @@ class Kernels:
             self.linear = functions.shoal_linear
             self.linear.argtypes = (POINTER(Linear), c_void_p, c_void_p, c_int, c_int, c_void_p)
             self.linear.restype = None
+        self.sample = functions.shoal_sample
+        self.sample.argtypes = (c_void_p, c_int, c_int, POINTER(Sampling), c_void_p)
+        self.sample.restype = None
