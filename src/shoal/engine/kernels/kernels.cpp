@@ -16,8 +16,9 @@ void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal
 int shoal_has_linear() { return 0; }
 #endif
 
-void shoal_sample(const float* logits, int rows, int vocab, const shoal::Sampling* sampling, int64_t* tokens) {
-    shoal::sample(logits, rows, vocab, *sampling, tokens);
+void shoal_sample(const float* logits, int rows, int vocab, const shoal::sampling::Settings* settings,
+                  int64_t* tokens) {
+    shoal::sampling::sample(logits, rows, vocab, *settings, tokens);
 }
 
 }

@@ -20,9 +20,9 @@
 
 #include "parallel.h"
 
-namespace shoal {
+namespace shoal::sampling {
 
-struct Sampling {
+struct Settings {
     const float* temperature;  // [rows]; under `greedy_below`: the likeliest token, of equal ones the first
     const float* top_p;        // [rows]; 1: off
     const float* min_p;        // [rows]; 0: off
@@ -89,7 +89,7 @@ inline int first_equal(const float* values, int count, float wanted) {
 
 class Sampler {
 public:
-    int draw(const float* logits, int vocab, const Sampling& all, int row) {
+    int draw(const float* logits, int vocab, const Settings& all, int row) {
         const float most = highest(logits, vocab);
         const float temperature = all.temperature[row];
         if (temperature < all.greedy_below || !std::isfinite(most)) return first_equal(logits, vocab, most);
@@ -255,11 +255,11 @@ private:
 };
 
 // `logits`: [rows, vocab]; writes one token per row.
-inline void sample(const float* logits, int rows, int vocab, const Sampling& sampling, int64_t* tokens) {
+inline void sample(const float* logits, int rows, int vocab, const Settings& settings, int64_t* tokens) {
     Pool::get().run(rows, [&](int row, int) {
         static thread_local Sampler sampler;
-        tokens[row] = sampler.draw(logits + static_cast<size_t>(row) * vocab, vocab, sampling, row);
+        tokens[row] = sampler.draw(logits + static_cast<size_t>(row) * vocab, vocab, settings, row);
     });
 }
 
-}  // namespace shoal
+}  // namespace shoal::sampling
