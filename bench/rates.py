@@ -70,7 +70,7 @@ class Products:
         makers = {"torch": _plain}
         if torch.backends.mkldnn.is_available():
             makers["onednn packed"] = _packed
-        if self._device.kernels is not None and dtype == "bfloat16":
+        if self._device.kernels is not None and self._device.kernels.has_linear and dtype == "bfloat16":
             makers["shoal"] = self._own
         layers = [self._random(layer_shapes(config)) for _ in range(config.num_layers)]
         head = self._random({"head": (config.vocab_size, config.hidden_size)})
