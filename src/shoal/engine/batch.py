@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.core.plan import Admit, StepPlan
 from shoal.core.request import Sampling
 from shoal.engine.device import Device
-from shoal.engine.model.attention import Spans
+from shoal.engine.model.spans import Spans
 from shoal.engine.sample import History, SamplingBatch
 
 # Columns of the table: attributes of Sampling, then the table's own. Their order is that of the matrices' first axis.

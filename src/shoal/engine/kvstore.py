@@ -1,5 +1,8 @@
 """Where keys and values of all blocks live: one tensor, addressed by layer and block.
 
+The order within a layer's block is that of the attention that reads it (Attention.kv_format). `where`, `write`,
+`halves` and `read` are for the order [2, t, K, D].
+
 Shape letters: N layers, B blocks, t tokens of a block, K key/value heads, D head size, T tokens of a step.
 """
 
@@ -10,8 +13,6 @@ from torch import Tensor
 
 from shoal.engine.device import Device
 from shoal.engine.model.config import ModelConfig
-
-KV_FORMAT = "block-kv-token-head"  # order of a layer's axes below; part of the prefix keys' root
 
 
 class KVStore:
@@ -29,10 +30,14 @@ class KVStore:
     def clear(self, blocks_B: Tensor) -> None:
         """Zero these blocks in all layers.
 
-        Done when a block enters a request's table: what its last owner left is never read again, and a stale
-        infinity cannot turn a masked position (weight 0) into NaN.
+        For attention that reads stale values: when a block has entered a request's table, an infinity that its last
+        owner left cannot turn a masked position (weight 0) into NaN.
         """
         self._kv_NB2tKD.index_fill_(1, blocks_B, 0)
+
+    def layer(self, layer: int) -> Tensor:
+        """[B, 2, t, K, D], contiguous."""
+        return self._kv_NB2tKD[layer]
 
     def where(self, blocks_T: Tensor, offsets_T: Tensor) -> Tensor:
         """[2 T]: places of T keys, then of T values, for `write`."""

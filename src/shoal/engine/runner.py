@@ -21,11 +21,12 @@ from torch import Tensor
 from shoal.core.kv.hashing import root_key
 from shoal.core.plan import Logprobs, Slice, StepPlan, StepResult
 from shoal.core.stepcost import Features, StepCost
+from shoal.engine import invariance
 from shoal.engine.batch import Batch, RequestTable
 from shoal.engine.config import EngineConfig
 from shoal.engine.device import Device, choose, kv_pool_bytes
-from shoal.engine.kvstore import KV_FORMAT, KVStore, block_bytes
-from shoal.engine.model.attention import ATTENTION
+from shoal.engine.kvstore import KVStore, block_bytes
+from shoal.engine.model.attention import make_attention
 from shoal.engine.model.llama import Llama
 from shoal.engine.model.load import load_weights, model_digest
 from shoal.engine.model.registry import read_config
@@ -68,11 +69,12 @@ class Runner:
         self.vocab_size = model.config.vocab_size
         self.max_model_len = max_model_len
         self.model_digest = digest
-        self.hash_root = root_key(digest, str(device.dtype).removeprefix("torch."), KV_FORMAT, block_tokens)
         self._model = model
         self._device = device
         self._store = KVStore(model.config, device, num_blocks, block_tokens)
-        self._attention = ATTENTION[device.attention](model.config, device, self._store)
+        self._attention = make_attention(model.config, device, self._store, model.head_norms)
+        dtype = str(device.dtype).removeprefix("torch.")
+        self.hash_root = root_key(digest, dtype, self._attention.kv_format, block_tokens)
         self._table = RequestTable(device, block_tokens, self.vocab_size)
         self._launched: deque[_Launched] = deque()
         self._seams: dict[str, Scores] = {}  # score of a chunk's next token, which belongs to the next chunk
@@ -143,16 +145,10 @@ class Runner:
     def _forward(self, batch: Batch) -> Tensor:
         if not len(batch.tokens_T):
             return self._device.empty((0, self._model.config.hidden_size))
-        if len(batch.fresh_blocks):
+        if self._attention.reads_stale_values and len(batch.fresh_blocks):
             self._store.clear(batch.fresh_blocks)
-        where_2T = self._store.where(batch.block_T, batch.offset_T)
-        prepared = self._attention.prepare(batch.spans)
-
-        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            self._store.write(layer, where_2T, k_TKD, v_TKD)
-            return self._attention.attend(layer, q_THD, prepared)
-
-        return self._model.hidden(batch.tokens_T, batch.positions_T, attend)
+        prepared = self._attention.prepare(batch.spans, batch.positions_T, batch.block_T, batch.offset_T)
+        return self._model.hidden(batch.tokens_T, functools.partial(self._attention.attend, prepared=prepared))
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
         assert batch.last_row_R is not None and batch.sampling is not None
@@ -243,4 +239,10 @@ def load(model_dir: Path, config: EngineConfig) -> Runner:
     if not config.max_model_len:  # nobody asked for more than the pool holds
         max_model_len = min(max_model_len, num_blocks * config.block_size)
     log.info("model.loaded", {"dtype": str(device.dtype), "device": str(device.torch_device), "blocks": num_blocks})
-    return build(num_blocks=num_blocks, max_model_len=max_model_len)
+    runner = build(num_blocks=num_blocks, max_model_len=max_model_len)
+    if config.batch_invariant and not invariance.kept(runner):
+        raise ValueError(
+            "engine.batch_invariant is true; torch's products on this machine give a row other numbers beside other "
+            "rows: it needs shoal's own kernels (engine.kernels: auto, and a C++ compiler), or another machine"
+        )
+    return runner

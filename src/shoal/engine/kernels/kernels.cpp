@@ -1,4 +1,5 @@
 // What ctypes calls; library.py has the other side.
+#include "attention.h"
 #include "linear.h"
 #include "sample.h"
 
@@ -15,6 +16,14 @@ void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal
 #else
 int shoal_has_linear() { return 0; }
 #endif
+
+int shoal_attention_unit() { return shoal::attention_has_unit(); }
+
+void shoal_plan_attention(const shoal::Attention* attention, shoal::Step* step) { shoal::plan(*attention, *step); }
+
+void shoal_attend(const shoal::Attention* attention, const shoal::Step* step, const shoal::Layer* layer) {
+    shoal::attend(*attention, *step, *layer);
+}
 
 void shoal_sample(const float* logits, int rows, int vocab, const shoal::sampling::Settings* settings,
                   int64_t* tokens) {

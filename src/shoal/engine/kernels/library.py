@@ -22,8 +22,55 @@ class Linear(ctypes.Structure):
     )
 
 
+class Attention(ctypes.Structure):
+    """`Attention` of attention.h."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("block_tokens", c_int32),
+        ("math", c_int32),
+        ("num_threads", c_int32),
+        ("epsilon", c_float),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` of attention.h."""
+
+    _fields_ = (
+        ("row", c_void_p),
+        ("start", c_void_p),
+        ("length", c_void_p),
+        ("table", c_void_p),
+        ("num_spans", c_int32),
+        ("width", c_int32),
+        ("angles", c_void_p),
+        ("tasks", c_void_p),
+        ("writes", c_void_p),
+        ("num_tasks", c_int32),
+        ("num_writes", c_int32),
+        ("num_slots", c_int32),
+        ("results", c_void_p),
+        ("done", c_void_p),
+    )
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of attention.h."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("kv", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("out", c_void_p),
+    )
+
+
 class Sampling(ctypes.Structure):
-    """`Sampling` of sample.h."""
+    """`sampling::Settings` of sample.h."""
 
     _fields_ = (
         ("temperature", c_void_p),
@@ -36,12 +83,14 @@ class Sampling(ctypes.Structure):
 
 
 class Kernels:
-    """`linear(linear, x, norm, rows, epilogue, out)`, `sample(logits, rows, vocab, sampling, tokens)`: see kernels.cpp.
+    """`linear(linear, x, norm, rows, epilogue, out)`, `plan_attention(attention, step)`,
+    `attend(attention, step, layer)`, `sample(logits, rows, vocab, sampling, tokens)`: see kernels.cpp.
 
     Calls let other Python threads run.
     """
 
     STORE, ADD, SILU, FLOAT = range(4)  # Epilogue of linear.h
+    FLOAT32, BFLOAT16, BFLOAT16_UNIT = range(3)  # Math of attention.h
 
     def __init__(self, threads: int) -> None:
         """Raises build.Unavailable."""
@@ -51,10 +100,18 @@ class Kernels:
             raise Unavailable(str(error)) from error
         self.has_linear = bool(functions.shoal_has_linear())
         functions.shoal_threads(threads)
+        self.threads = threads
         if self.has_linear:
             self.linear = functions.shoal_linear
             self.linear.argtypes = (POINTER(Linear), c_void_p, c_void_p, c_int, c_int, c_void_p)
             self.linear.restype = None
+        self.has_attention_unit = bool(functions.shoal_attention_unit())
+        self.plan_attention = functions.shoal_plan_attention
+        self.plan_attention.argtypes = (POINTER(Attention), POINTER(Step))
+        self.plan_attention.restype = None
+        self.attend = functions.shoal_attend
+        self.attend.argtypes = (POINTER(Attention), POINTER(Step), POINTER(Layer))
+        self.attend.restype = None
         self.sample = functions.shoal_sample
         self.sample.argtypes = (c_void_p, c_int, c_int, POINTER(Sampling), c_void_p)
         self.sample.restype = None

@@ -1,0 +1,664 @@
+// Attention of new tokens over keys and values that lie in blocks, without gathering them; before it the queries' and
+// keys' RMS norm and rotation, and the writing of new keys and values.
+//
+// Values are kept in cells of 32 bits: one float32, or two bfloat16 (f = 1 or 2 values). A layer of the pool is
+// [blocks][kv heads][2][t · D], and so that vectors and matrix units can take rows of a block as they lie,
+//     keys    [t / g][D / f][g] cells, f neighbouring dims of a token in one; g = min(t, 16) tokens are a group,
+//     values  [t / f][D] cells, f neighbouring tokens in one.
+//
+// A lane is one query of one query head; 16 lanes are a tile. A task takes a few tiles of one span that share a kv head,
+// and walks over their context in chunks of 128 tokens: scores, softmax within the chunk, weighted sum of values. The
+// chunks' results are merged in their order. So a lane's result depends on nothing but its own context: not on who shares
+// the step, how its prompt was cut, which other lanes are in its task, or which threads computed its chunks.
+//
+// Shape letters: t tokens of a block, D head size, H query heads, K kv heads, G = H / K, S spans.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "linear.h"
+#include "parallel.h"
+
+namespace shoal {
+
+using bf16 = uint16_t;
+
+constexpr int kLanes = 16, kTiles = 4, kChunk = 128, kMaxHead = 256, kMaxUnit = 32;
+
+enum Math : int { kFloat32 = 0, kBfloat16 = 1, kBfloat16Unit = 2 };
+
+struct Attention {
+    int32_t num_heads, num_kv_heads, head_size, block_tokens;
+    int32_t math;
+    int32_t num_threads;  // that a context may be shared by
+    float epsilon;        // of the norms
+    int32_t group() const { return std::min(block_tokens, 16); }
+    int32_t unit() const { return std::min(block_tokens, kMaxUnit); }  // tokens whose values are multiplied at once
+    int32_t per_kv_head() const { return num_heads / num_kv_heads; }
+    int32_t row_values() const { return (num_heads + 2 * num_kv_heads) * head_size; }
+    int32_t result_floats() const { return kLanes * (2 + head_size); }
+};
+
+struct Task {
+    int32_t span, head, first_lane;
+    int32_t first_chunk, end_chunk;
+    int32_t slot;    // where the results of its context's chunks go, so that threads share the context; -1: not shared
+    int32_t writes;  // its span's keys and values itself: nobody else reads them
+};
+
+struct Write {
+    int32_t span, first, end;  // queries
+};
+
+struct Step {
+    const int32_t *row, *start, *length, *table;  // [S], [S], [S], [S, width]; see Spans in model/attention.py
+    int32_t num_spans, width;
+    const float* angles;  // [positions, D]: D / 2 cosines, D / 2 sines
+    Task* tasks;
+    Write* writes;
+    int32_t num_tasks, num_writes, num_slots;  // `plan` fills these and what tasks and writes point to
+    float* results;  // [slots, 16 · (2 + D)]
+    int32_t* done;   // [slots], zeros
+};
+
+struct Layer {
+    const void* qkv;  // [T, (H + 2 K) · D]
+    void* kv;
+    const void *q_norm, *k_norm;  // [D], or null
+    void* out;  // [T, H · D]
+};
+
+// -- small things ------------------------------------------------------------------------------------------------------
+
+template <int n>
+struct Vector {
+    typedef float Floats __attribute__((vector_size(4 * n)));
+    typedef uint32_t Cells __attribute__((vector_size(4 * n)));
+};
+using Floats = Vector<16>::Floats;
+using Cells = Vector<16>::Cells;
+
+template <class V, class T>
+inline V load(const T* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class V, class T>
+inline void store(T* to, const V& value) { std::memcpy(to, &value, sizeof value); }
+
+using Eight = Vector<8>::Floats;
+typedef bf16 EightShorts __attribute__((vector_size(16)));
+typedef uint32_t EightCells __attribute__((vector_size(32)));
+
+inline Eight load_eight(const float* from) { return load<Eight>(from); }
+inline Eight load_eight(const bf16* from) {
+    return (Eight)(__builtin_convertvector(load<EightShorts>(from), EightCells) << 16);
+}
+
+inline void store_eight(float* to, Eight value) { store(to, value); }
+inline void store_eight(bf16* to, Eight value) {
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+    store(to, _mm256_cvtneps_pbh((__m256)value));
+#else
+    const EightCells bits = (EightCells)value, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    store(to, __builtin_convertvector((value == value ? rounded : bits) >> 16, EightShorts));
+#endif
+}
+
+inline Floats larger(Floats l, Floats r) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)l, (__m512)r);
+#else
+    return l > r ? l : r;
+#endif
+}
+
+// 2^x for x <= 0, relative error below 2e-7; 0 below 2^-126. The polynomial is 2^f on [0, 1], and exactly 1 at 0.
+inline Floats exp2(Floats x) {
+#ifdef __AVX512DQ__
+    const Floats f = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x); 0 for infinity
+#else
+    const Floats clamped = x < -126.0f ? Floats{} - 126.0f : x;
+    const Floats shifted = clamped - 0.5f + 12582912.0f;  // 1.5 · 2^23: the low bits are x, rounded to a whole number
+    const Floats f = clamped - (shifted - 12582912.0f);
+#endif
+    Floats p = f * 1.867130521e-3f + 9.017029359e-3f;
+    p = p * f + 5.579991380e-2f;
+    p = p * f + 2.401644500e-1f;
+    p = p * f + 6.931513118e-1f;
+    p = p * f + 1.0f;
+#ifdef __AVX512DQ__
+    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    const Floats power = (Floats)((Cells)p + ((Cells)shifted << 23));
+    return x < -126.0f ? Floats{} : power;
+#endif
+}
+
+template <int n, class Op>
+inline float reduce(const typename Vector<n>::Floats& value, Op op) {
+    if constexpr (n == 1) {
+        return value[0];
+    } else {
+        using Half = typename Vector<n / 2>::Floats;
+        const auto* halves = reinterpret_cast<const float*>(&value);
+        return reduce<n / 2>(op(load<Half>(halves), load<Half>(halves + n / 2)), op);
+    }
+}
+
+// -- products of a chunk -----------------------------------------------------------------------------------------------
+
+// Where the keys of each group and the values of each unit of a chunk lie.
+template <class T>
+struct Pieces {
+    const T* keys[kChunk / 8];
+    const T* values[kChunk / 8];
+};
+
+// On any processor. Queries and weights are float32, whatever T is.
+template <class T>
+struct Plain {
+    using Value = T;
+    using Operand = float;
+    static constexpr int f = 4 / sizeof(T);
+
+    Plain(const Attention&, int num_lanes) : num_lanes(num_lanes) {}
+
+    void scores(const Attention& a, const float* q, const Pieces<T>& pieces, int num_tokens, float* s) const {
+        for (int i = 0; i < num_tokens / a.group(); ++i) {
+            if (a.group() == 8) multiply<8>(q, a.head_size, pieces.keys + i, 1, a.head_size, 8, s + 8 * i, kChunk);
+            else multiply<16>(q, a.head_size, pieces.keys + i, 1, a.head_size, 16, s + 16 * i, kChunk);
+        }
+    }
+
+    void weigh(const Attention& a, const float* p, const Pieces<T>& pieces, int num_tokens, float* sums) const {
+        const int num_units = num_tokens / a.unit();
+        const T* columns[kChunk / 8];
+        for (int d = 0; d < a.head_size; d += 16) {
+            for (int i = 0; i < num_units; ++i) columns[i] = pieces.values[i] + d * f;
+            multiply<16>(p, kChunk, columns, num_units, a.unit(), a.head_size, sums + d, a.head_size);
+        }
+    }
+
+    static void store(float* to, Floats low, Floats high) {
+        shoal::store(to, low);
+        shoal::store(to + 16, high);
+    }
+
+private:
+    // out[lanes][n] = a[lanes][count · depth] · b[count][depth][n], rows of f-value cells of b stride cells apart.
+    template <int n>
+    void multiply(const float* a, int lda, const T* const* b, int count, int depth, int stride, float* out, int ldo) const {
+        for (int lane = 0; lane < num_lanes; lane += 4, a += 4 * lda, out += 4 * ldo) {
+            switch (num_lanes - lane) {
+                case 1: rows<n, 1>(a, lda, b, count, depth, stride, out, ldo); break;
+                case 2: rows<n, 2>(a, lda, b, count, depth, stride, out, ldo); break;
+                case 3: rows<n, 3>(a, lda, b, count, depth, stride, out, ldo); break;
+                default: rows<n, 4>(a, lda, b, count, depth, stride, out, ldo);
+            }
+        }
+    }
+
+    template <int n, int lanes>
+    static void rows(const float* a, int lda, const T* const* b, int count, int depth, int stride, float* out, int ldo) {
+        using Row = typename Vector<n>::Floats;
+        using RowCells = typename Vector<n>::Cells;
+        Row even[lanes] = {}, odd[lanes] = {};
+        for (int i = 0; i < count; ++i, a += depth) {
+            for (int k = 0; k < depth; k += 2) {
+                Row first, second;
+                if constexpr (f == 1) {
+                    first = load<Row>(b[i] + k * stride);
+                    second = load<Row>(b[i] + (k + 1) * stride);
+                } else {
+                    const auto cells = load<RowCells>(b[i] + k * stride);
+                    first = (Row)(cells << 16);
+                    second = (Row)(cells & 0xffff0000);
+                }
+                for (int lane = 0; lane < lanes; ++lane) {
+                    even[lane] += first * a[lane * lda + k];
+                    odd[lane] += second * a[lane * lda + k + 1];
+                }
+            }
+        }
+        for (int lane = 0; lane < lanes; ++lane) shoal::store(out + lane * ldo, even[lane] + odd[lane]);
+    }
+
+    int num_lanes;
+};
+
+#if defined(SHOAL_LINEAR) && defined(__AMX_BF16__)
+#define SHOAL_ATTENTION_UNIT
+
+// On the matrix unit: lanes are rows of A, cells are rows of B. Scores use tiles 0 to 3, weighted sums 4 to 7.
+struct MatrixUnit {
+    using Value = bf16;
+    using Operand = bf16;
+
+    MatrixUnit(const Attention& a, int num_lanes) : depth(a.head_size % 32 ? 16 : 32) {
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        const auto shape = [&](int tile, int rows, int cells) {
+            config.rows[tile] = static_cast<uint8_t>(rows);
+            config.bytes[tile] = static_cast<uint16_t>(4 * cells);
+        };
+        shape(0, num_lanes, a.group()), shape(1, num_lanes, a.group());
+        shape(2, num_lanes, depth / 2), shape(3, depth / 2, a.group());
+        shape(4, num_lanes, 16), shape(5, num_lanes, 16);
+        shape(6, num_lanes, a.unit() / 2), shape(7, a.unit() / 2, 16);
+        _tile_loadconfig(&config);
+    }
+    ~MatrixUnit() { _tile_release(); }
+
+    void scores(const Attention& a, const bf16* q, const Pieces<bf16>& pieces, int num_tokens, float* s) const {
+        asm volatile("" ::: "memory");  // the tile instructions do not tell the compiler what they read
+        const int num_groups = num_tokens / a.group();
+        int i = 0;
+        for (; i + 2 <= num_groups; i += 2) scores_of<2>(a, q, pieces.keys + i, s + i * a.group());
+        if (i < num_groups) scores_of<1>(a, q, pieces.keys + i, s + i * a.group());
+        asm volatile("" ::: "memory");
+    }
+
+    void weigh(const Attention& a, const bf16* p, const Pieces<bf16>& pieces, int num_tokens, float* sums) const {
+        asm volatile("" ::: "memory");
+        const int num_units = num_tokens / a.unit();
+        int d = 0;
+        for (; d + 32 <= a.head_size; d += 32) weigh_of<2>(a, p, pieces, num_units, d, sums + d);
+        if (d < a.head_size) weigh_of<1>(a, p, pieces, num_units, d, sums + d);
+        asm volatile("" ::: "memory");
+    }
+
+    static void store(bf16* to, Floats low, Floats high) {
+        shoal::store(to, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
+
+private:
+    template <int groups>
+    void scores_of(const Attention& a, const bf16* q, const bf16* const* keys, float* s) const {
+        const int g = a.group();
+        _tile_zero(0);
+        if constexpr (groups == 2) _tile_zero(1);
+        for (int d = 0; d < a.head_size; d += depth) {
+            _tile_loadd(2, q + d, a.head_size * 2);
+            _tile_loadd(3, keys[0] + d * g, g * 4);
+            _tile_dpbf16ps(0, 2, 3);
+            if constexpr (groups == 2) {
+                _tile_loadd(3, keys[1] + d * g, g * 4);
+                _tile_dpbf16ps(1, 2, 3);
+            }
+        }
+        _tile_stored(0, s, kChunk * 4);
+        if constexpr (groups == 2) _tile_stored(1, s + g, kChunk * 4);
+    }
+
+    template <int columns>
+    void weigh_of(const Attention& a, const bf16* p, const Pieces<bf16>& pieces, int num_units, int d, float* sums) const {
+        const int unit = a.unit(), stride = a.head_size * 4;
+        _tile_zero(4);
+        if constexpr (columns == 2) _tile_zero(5);
+        for (int i = 0; i < num_units; ++i) {
+            _tile_loadd(6, p + i * unit, kChunk * 2);
+            _tile_loadd(7, pieces.values[i] + d * 2, stride);
+            _tile_dpbf16ps(4, 6, 7);
+            if constexpr (columns == 2) {
+                _tile_loadd(7, pieces.values[i] + (d + 16) * 2, stride);
+                _tile_dpbf16ps(5, 6, 7);
+            }
+        }
+        _tile_stored(4, sums, stride);
+        if constexpr (columns == 2) _tile_stored(5, sums + 16, stride);
+    }
+
+    int depth;
+};
+#endif
+
+// -- rows of the step --------------------------------------------------------------------------------------------------
+
+// to[D] = x, normed where there is a weight, with pairs (i, i + D / 2) turned by their angles.
+template <class T, class U>
+inline void rotate(const Attention& a, const T* x, const T* norm, const float* angles, U* to) {
+    const int half = a.head_size / 2;
+    float factor = 1;
+    if (norm) {
+        Eight squares = {};
+        for (int i = 0; i < a.head_size; i += 8) squares += load_eight(x + i) * load_eight(x + i);
+        factor = 1 / std::sqrt(reduce<8>(squares, [](auto l, auto r) { return l + r; }) / a.head_size + a.epsilon);
+    }
+    for (int i = 0; i < half; i += 8) {
+        Eight low = load_eight(x + i) * factor, high = load_eight(x + half + i) * factor;
+        if (norm) low *= load_eight(norm + i), high *= load_eight(norm + half + i);
+        const Eight cosine = load_eight(angles + i), sine = load_eight(angles + half + i);
+        store_eight(to + i, low * cosine - high * sine);
+        store_eight(to + half + i, high * cosine + low * sine);
+    }
+}
+
+// Keys of a block and kv head; its values follow.
+template <class T>
+inline T* block_keys(const Attention& a, const Layer& layer, int block, int head) {
+    return (T*)layer.kv + (size_t(block) * a.num_kv_heads + head) * 2 * a.block_tokens * a.head_size;
+}
+
+// Keys and values of queries [first, end) of a span to their blocks, of one kv head.
+template <class T>
+void write(const Attention& a, const Step& step, const Layer& layer, const Write& part, int head) {
+    constexpr int f = 4 / sizeof(T);
+    const int D = a.head_size, g = a.group();
+    T key[kMaxHead];
+    for (int query = part.first; query < part.end; ++query) {
+        const int position = step.start[part.span] + query, place = position % a.block_tokens;
+        const T* row = (const T*)layer.qkv + size_t(step.row[part.span] + query) * a.row_values();
+        const T* value = row + (a.num_heads + a.num_kv_heads + head) * D;
+        rotate(a, row + (a.num_heads + head) * D, (const T*)layer.k_norm, step.angles + size_t(position) * D, key);
+        const int block = step.table[size_t(part.span) * step.width + position / a.block_tokens];
+        T* keys = block_keys<T>(a, layer, block, head);
+        T* values = keys + a.block_tokens * D + place / f * f * D + place % f;
+        keys += place / g * g * D + place % g * f;
+        for (int d = 0; d < D; ++d) {
+            keys[d / f * f * g + d % f] = key[d];
+            values[d * f] = value[d];
+        }
+    }
+}
+
+// -- a task ------------------------------------------------------------------------------------------------------------
+
+// Of a tile over a chunk or several: per lane the largest score (times log2 e), the sum of weights 2^(score - largest),
+// and the sum of values so weighted.
+struct Result {
+    float *largest, *weight, *sums;
+    Result(float* memory) : largest(memory), weight(memory + kLanes), sums(memory + 2 * kLanes) {}
+};
+
+// `into` becomes the result of both.
+inline void merge(const Attention& a, int num_lanes, Result into, Result next) {
+    for (int lane = 0; lane < num_lanes; ++lane) {
+        const float largest = std::max(into.largest[lane], next.largest[lane]);
+        const Floats shift = {into.largest[lane] - largest, next.largest[lane] - largest};
+        const Floats factor = exp2(shift);
+        into.largest[lane] = largest;
+        into.weight[lane] = into.weight[lane] * factor[0] + next.weight[lane] * factor[1];
+        float* sums = into.sums + lane * a.head_size;
+        const float* more = next.sums + lane * a.head_size;
+        for (int d = 0; d < a.head_size; d += 16) {
+            store(sums + d, load<Floats>(sums + d) * factor[0] + load<Floats>(more + d) * factor[1]);
+        }
+    }
+}
+
+template <class Unit>
+class Work {
+    using T = typename Unit::Value;
+    using Operand = typename Unit::Operand;
+
+public:
+    Work(const Attention& a, const Step& step, const Layer& layer, const Task& task)
+        : a(a), step(step), layer(layer), task(task),
+          start(step.start[task.span]), end(start + step.length[task.span]),
+          num_lanes(std::min(kTiles * kLanes, step.length[task.span] * a.per_kv_head() - task.first_lane)),
+          num_tiles((num_lanes + kLanes - 1) / kLanes), scale(1.44269504f / std::sqrt(float(a.head_size))), table(step.table + size_t(task.span) * step.width),
+          unit(a, std::min(num_lanes, kLanes)) {
+        const int G = a.per_kv_head();
+        for (int lane = 0, at = task.first_lane / G, of = task.first_lane % G; lane < num_lanes; ++lane) {
+            query[lane] = at;
+            head[lane] = task.head * G + of;
+            if (++of == G) ++at, of = 0;
+        }
+        num_chunks = position(num_lanes - 1) / kChunk + 1;
+    }
+
+    void run() {
+        if (task.writes) write<T>(a, step, layer, {task.span, 0, end - start}, task.head);
+        load_queries();
+        if (task.slot < 0) {
+            alignas(64) float memory[kTiles + 1][kLanes * (2 + kMaxHead)];
+            const Result next(memory[kTiles]);
+            for (int chunk = 0; chunk < num_chunks; ++chunk) {
+                find(chunk);
+                for (int tile = first_tile(chunk); tile < num_tiles; ++tile) {
+                    attend(chunk, tile, chunk ? next : memory[tile]);
+                    if (chunk) merge(a, lanes_of(tile), memory[tile], next);
+                }
+            }
+            for (int tile = 0; tile < num_tiles; ++tile) finish(tile, memory[tile]);
+        } else {
+            for (int chunk = task.first_chunk; chunk < task.end_chunk; ++chunk) {
+                find(chunk);
+                for (int tile = first_tile(chunk); tile < num_tiles; ++tile) attend(chunk, tile, shared(chunk, tile));
+            }
+            if (is_last()) finish_shared();
+        }
+    }
+
+private:
+    int position(int lane) const { return start + query[lane]; }
+    size_t row(int lane) const { return step.row[task.span] + query[lane]; }
+    int lanes_of(int tile) const { return std::min(kLanes, num_lanes - tile * kLanes); }
+    int last_position(int tile) const { return position(tile * kLanes + lanes_of(tile) - 1); }
+
+    // Of a chunk, with whole units.
+    int padded(int num_tokens) const { return (std::min(kChunk, num_tokens) + a.unit() - 1) / a.unit() * a.unit(); }
+
+    // The first that sees something of the chunk.
+    int first_tile(int chunk) const {
+        int tile = 0;
+        while (last_position(tile) < chunk * kChunk) ++tile;
+        return tile;
+    }
+
+    void load_queries() {
+        for (int lane = 0; lane < num_lanes; ++lane) {
+            const T* x = (const T*)layer.qkv + row(lane) * a.row_values() + head[lane] * a.head_size;
+            const float* angles = step.angles + size_t(position(lane)) * a.head_size;
+            Operand* to = queries + lane * a.head_size;
+            if constexpr (sizeof(T) == sizeof(Operand)) {
+                rotate(a, x, (const T*)layer.q_norm, angles, to);
+            } else {
+                T rounded[kMaxHead];
+                rotate(a, x, (const T*)layer.q_norm, angles, rounded);
+                for (int d = 0; d < a.head_size; d += 8) store_eight(to + d, load_eight(rounded + d));
+            }
+        }
+    }
+
+    // Where the chunk's keys and values lie.
+    void find(int chunk) {
+        const int D = a.head_size, g = a.group(), u = a.unit();
+        const int first = chunk * kChunk, num_tokens = padded(position(num_lanes - 1) + 1 - first);
+        for (int i = 0; i < num_tokens; i += g) {
+            const int token = first + i, place = token % a.block_tokens;
+            const T* keys = block_keys<T>(a, layer, table[token / a.block_tokens], task.head);
+            pieces.keys[i / g] = keys + place * D;
+            if (place % u == 0) pieces.values[i / u] = keys + (a.block_tokens + place) * D;
+        }
+        const int last = num_tokens - u, left = end - (first + last);
+        if (left < u) cut_tail(pieces.values[last / u], left);
+    }
+
+    // What lies behind the end of a span may be anything, so its weight 0 would not do.
+    void cut_tail(const T*& values, int num_tokens) {
+        constexpr int f = 4 / sizeof(T);
+        const int D = a.head_size, whole = num_tokens / f * f;
+        std::memcpy(tail, values, size_t(whole) * D * sizeof(T));
+        std::memset(tail + whole * D, 0, size_t(a.unit() - whole) * D * sizeof(T));
+        if (whole < num_tokens) {
+            for (int d = 0; d < D; ++d) tail[whole * D + d * f] = values[whole * D + d * f];
+        }
+        values = tail;
+    }
+
+    void attend(int chunk, int tile, Result result) {
+        const int first = chunk * kChunk, num_tokens = padded(last_position(tile) + 1 - first);
+        unit.scores(a, queries + tile * kLanes * a.head_size, pieces, num_tokens, scores);
+        int seen[kLanes];
+        for (int lane = 0; lane < lanes_of(tile); ++lane) {
+            seen[lane] = std::clamp(position(tile * kLanes + lane) + 1 - first, 0, num_tokens);
+            result.largest[lane] = find_largest(scores + lane * kChunk, seen[lane]);
+        }
+        for (int lane = 0; lane < lanes_of(tile); ++lane) {
+            const float shift = seen[lane] ? result.largest[lane] : 0;
+            result.weight[lane] = soften(scores + lane * kChunk, seen[lane], shift, num_tokens, weights + lane * kChunk);
+        }
+        unit.weigh(a, weights, pieces, num_tokens, result.sums);
+    }
+
+    static int num_vectors(int seen) { return (seen + 31) / 32 * 2; }
+
+    // Of the first scores; the others, as far as their vectors reach, become those of a weight 0.
+    float find_largest(float* s, int seen) const {
+        const Floats nothing = Floats{} - std::numeric_limits<float>::infinity();
+        for (int i = seen; i < num_vectors(seen) * 16; ++i) s[i] = nothing[0];
+        Floats low = nothing, high = nothing;
+        for (int i = 0; i < num_vectors(seen); i += 2) {
+            low = larger(low, load<Floats>(s + 16 * i));
+            high = larger(high, load<Floats>(s + 16 * i + 16));
+        }
+        return scale * reduce<16>(larger(low, high), [](auto l, auto r) { return l > r ? l : r; });
+    }
+
+    // Scores to weights; returns their sum.
+    float soften(const float* s, int seen, float shift, int num_tokens, Operand* p) const {
+        Floats low = {}, high = {};
+        for (int i = 0; i < num_vectors(seen); i += 2) {
+            const Floats first = exp2(load<Floats>(s + 16 * i) * scale - shift);
+            const Floats second = exp2(load<Floats>(s + 16 * i + 16) * scale - shift);
+            low += first;
+            high += second;
+            Unit::store(p + 16 * i, first, second);
+        }
+        const int done = num_vectors(seen) * 16;
+        if (done < num_tokens) std::memset(p + done, 0, (num_tokens - done) * sizeof(Operand));
+        return reduce<16>(low + high, [](auto l, auto r) { return l + r; });
+    }
+
+    void finish(int tile, Result result) const {
+        for (int i = 0; i < lanes_of(tile); ++i) {
+            const int lane = tile * kLanes + i;
+            T* out = (T*)layer.out + (row(lane) * a.num_heads + head[lane]) * a.head_size;
+            const float* sums = result.sums + i * a.head_size;
+            const float factor = 1 / result.weight[i];
+            for (int d = 0; d < a.head_size; d += 8) store_eight(out + d, load_eight(sums + d) * factor);
+        }
+    }
+
+    Result shared(int chunk, int tile) const {
+        return step.results + size_t(task.slot + chunk * num_tiles + tile) * a.result_floats();
+    }
+
+    // Of the tasks that share the context, to be done.
+    bool is_last() const {
+        std::atomic_ref<int32_t> done(step.done[task.slot]);
+        const int mine = task.end_chunk - task.first_chunk;
+        if (done.fetch_add(mine, std::memory_order_acq_rel) + mine < num_chunks) return false;
+        done.store(0, std::memory_order_relaxed);  // for the next layer
+        return true;
+    }
+
+    void finish_shared() const {
+        for (int chunk = 1; chunk < num_chunks; ++chunk) {
+            for (int tile = first_tile(chunk); tile < num_tiles; ++tile) merge(a, lanes_of(tile), shared(0, tile), shared(chunk, tile));
+        }
+        for (int tile = 0; tile < num_tiles; ++tile) finish(tile, shared(0, tile));
+    }
+
+    const Attention& a;
+    const Step& step;
+    const Layer& layer;
+    const Task& task;
+    const int start, end, num_lanes, num_tiles;
+    int num_chunks;
+    int query[kTiles * kLanes], head[kTiles * kLanes];  // of each lane
+    const float scale;  // of the scores, times log2 e
+    const int32_t* table;
+    const Unit unit;
+    Pieces<T> pieces;
+    alignas(64) Operand queries[kTiles * kLanes * kMaxHead];
+    alignas(64) float scores[kLanes * kChunk];
+    alignas(64) Operand weights[kLanes * kChunk];
+    alignas(64) T tail[kMaxUnit * kMaxHead];
+};
+
+// -- a step ------------------------------------------------------------------------------------------------------------
+
+// Fills tasks, the longest first, writes, and their numbers. A context that is much of the step's work is shared by
+// several tasks. There is room for K tasks per 16 lanes and 8 more per thread, and for a write per 16 lanes.
+inline void plan(const Attention& a, Step& step) {
+    constexpr int kMost = kTiles * kLanes;
+    const auto num_lanes = [&](int span) { return step.length[span] * a.per_kv_head(); };
+    const auto num_chunks = [&](int span, int first_lane) {
+        const int last = std::min(first_lane + kMost, num_lanes(span)) - 1;
+        return (step.start[span] + last / a.per_kv_head()) / kChunk + 1;
+    };
+    const auto num_tiles = [&](int span, int first_lane) {
+        return (std::min(kMost, num_lanes(span) - first_lane) + kLanes - 1) / kLanes;
+    };
+    int64_t all = 0;  // chunks, for a kv head
+    for (int span = 0; span < step.num_spans; ++span) {
+        for (int lane = 0; lane < num_lanes(span); lane += kMost) all += num_chunks(span, lane) * num_tiles(span, lane);
+    }
+    const int64_t most = std::max<int64_t>(4, all * a.num_kv_heads / (4 * a.num_threads));  // that a task should have
+    step.num_tasks = step.num_writes = step.num_slots = 0;
+    for (int span = 0; span < step.num_spans; ++span) {
+        bool writes = num_lanes(span) <= kMost;
+        for (int lane = 0; lane < num_lanes(span); lane += kMost) {
+            const int chunks = num_chunks(span, lane), tiles = num_tiles(span, lane);
+            const int parts = std::min<int64_t>(chunks, (chunks * tiles + most - 1) / most);
+            writes &= parts == 1;
+            for (int head = 0; head < a.num_kv_heads; ++head) {
+                for (int part = 0; part < parts; ++part) {
+                    const int first = chunks * part / parts, end = chunks * (part + 1) / parts;
+                    step.tasks[step.num_tasks++] = {span, head, lane, first, end, parts > 1 ? step.num_slots : -1, writes};
+                }
+                step.num_slots += parts > 1 ? chunks * tiles : 0;
+            }
+        }
+        for (int query = 0; query < step.length[span] && !writes; query += kLanes) {
+            step.writes[step.num_writes++] = {span, query, std::min(query + kLanes, step.length[span])};
+        }
+    }
+    const auto longer = [](const Task& l, const Task& r) { return l.end_chunk - l.first_chunk > r.end_chunk - r.first_chunk; };
+    std::sort(step.tasks, step.tasks + step.num_tasks, longer);
+}
+
+template <class Unit>
+void attend_with(const Attention& a, const Step& step, const Layer& layer) {
+    Pool& pool = Pool::get();
+    const auto write_part = [&](int index, int) {
+        write<typename Unit::Value>(a, step, layer, step.writes[index / a.num_kv_heads], index % a.num_kv_heads);
+    };
+    const int num_writes = step.num_writes * a.num_kv_heads;
+    if (num_writes <= 8) for (int index = 0; index < num_writes; ++index) write_part(index, 0);
+    else pool.run(num_writes, write_part);
+    pool.run(step.num_tasks, [&](int index, int) { Work<Unit>(a, step, layer, step.tasks[index]).run(); });
+}
+
+inline void attend(const Attention& a, const Step& step, const Layer& layer) {
+    switch (a.math) {
+        case kFloat32: return attend_with<Plain<float>>(a, step, layer);
+        case kBfloat16: return attend_with<Plain<bf16>>(a, step, layer);
+#ifdef SHOAL_ATTENTION_UNIT
+        case kBfloat16Unit: return attend_with<MatrixUnit>(a, step, layer);
+#endif
+    }
+}
+
+inline bool attention_has_unit() {
+#ifdef SHOAL_ATTENTION_UNIT
+    return have_matrix_unit();
+#else
+    return false;
+#endif
+}
+
+}  // namespace shoal

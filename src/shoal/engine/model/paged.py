@@ -1,0 +1,104 @@
+"""Attention on a CPU by our own kernel, which reads keys and values where they lie: kernels/attention.h."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.engine.device import Device
+from shoal.engine.kernels.library import Attention, Kernels, Layer, Step
+from shoal.engine.kvstore import KVStore
+from shoal.engine.model.config import ModelConfig
+from shoal.engine.model.rope import Angles
+from shoal.engine.model.spans import Spans
+
+_LANES = 16  # queries of one head that a task takes at once, as attention.h has it
+_MAX_HEAD_DIM = 256
+
+
+class _Prepared(NamedTuple):
+    step: Step
+    keep: tuple[object, ...]  # the memory that it points to
+
+
+class PagedAttention:
+    """A row's result is bit-equal whatever shares its step and however its prompt was cut."""
+
+    kv_format = "block-head-cells"
+    reads_stale_values = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        store: KVStore,
+        norms: Sequence[tuple[Tensor | None, Tensor | None]],
+    ) -> None:
+        assert device.kernels is not None and not unsupported(config, device)
+        self._device = device
+        self._kernels = device.kernels
+        self._angles = Angles(config.rope, config.head_dim, device)
+        self._width = config.num_heads * config.head_dim
+        self._attention = Attention(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            store.block_tokens,
+            _math(device),
+            device.kernels.threads,
+            config.norm_eps,
+        )
+        self._norms = norms  # kept alive
+        self._layers = [
+            Layer(None, store.layer(index).data_ptr(), *(None if norm is None else norm.data_ptr() for norm in pair))
+            for index, pair in enumerate(norms)
+        ]
+
+    def prepare(self, spans: Spans, positions_T: Tensor, block_T: Tensor, offset_T: Tensor) -> _Prepared:
+        shape = self._attention
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in spans)
+        tiles = int((-(-spans.length_S * (shape.num_heads // shape.num_kv_heads) // _LANES)).sum())
+        tasks = np.empty((tiles * shape.num_kv_heads + 8 * shape.num_threads, 7), np.int32)
+        writes = np.empty((tiles, 3), np.int32)
+        angles_PD = self._angles.table(int((spans.start_S + spans.length_S).max()))
+        step = Step(
+            *(array.ctypes.data for array in spans),
+            *spans.table_SB.shape,
+            angles_PD.data_ptr(),
+            tasks.ctypes.data,
+            writes.ctypes.data,
+        )
+        self._kernels.plan_attention(ctypes.byref(shape), ctypes.byref(step))
+        results = np.empty((step.num_slots, _LANES * (2 + shape.head_size)), np.float32)
+        done = np.zeros(step.num_slots, np.int32)
+        step.results, step.done = results.ctypes.data, done.ctypes.data
+        return _Prepared(step, (spans, tasks, writes, angles_PD, results, done))
+
+    def attend(self, layer: int, qkv_TP: Tensor, prepared: _Prepared) -> Tensor:
+        assert qkv_TP.is_contiguous()
+        out_TxHD = self._device.buffer(len(qkv_TP), self._width, qkv_TP.dtype)
+        call = self._layers[layer]
+        call.qkv, call.out = qkv_TP.data_ptr(), out_TxHD.data_ptr()
+        self._kernels.attend(ctypes.byref(self._attention), ctypes.byref(prepared.step), ctypes.byref(call))
+        return out_TxHD
+
+
+def unsupported(config: ModelConfig, device: Device) -> str:
+    """Why this model cannot have it on this device; empty: it can."""
+    if device.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {str(device.dtype).removeprefix('torch.')}"
+    if config.head_dim % 16 or config.head_dim > _MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim}"
+    return ""
+
+
+def _math(device: Device) -> int:
+    assert device.kernels is not None
+    if device.dtype == torch.float32:
+        return Kernels.FLOAT32
+    return Kernels.BFLOAT16_UNIT if device.kernels.has_attention_unit else Kernels.BFLOAT16
