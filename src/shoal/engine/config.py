@@ -21,6 +21,9 @@ class EngineConfig:
             description="int8: the matrices as whole numbers with a scale per row: half of bfloat16's memory; on CPUs"
         ),
     ] = "none"
+    batch_invariant: Annotated[
+        bool, Meta(description="a token's logits are the same to the bit whatever else is computed with it; on CPUs")
+    ] = False
     max_model_len: Annotated[
         int,
         Meta(

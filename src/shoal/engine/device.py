@@ -39,6 +39,7 @@ class Device:
     attention: str  # a key of model.attention.ATTENTION
     kernels: Kernels | None  # ours, for CPUs
     quantization: str = "none"  # of the matrices: "none" or "int8"
+    batch_invariant: bool = False  # a row's numbers must not depend on the rows beside it
     _buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
@@ -117,6 +118,8 @@ def choose(config: EngineConfig) -> Device:
         if (device.index or 0) >= count:
             raise ValueError(f"engine.device is {config.device!r}; this machine has {count} CUDA devices")
     dtype = _DTYPES[config.dtype] if config.dtype != "auto" else _best_dtype(device)
+    if config.batch_invariant and device.type != "cpu":
+        raise ValueError(f"engine.batch_invariant is true; it needs a CPU: the device is {device}")
     if config.quantization != "none" and (device.type != "cpu" or dtype == torch.float16):
         raise ValueError(
             f"engine.quantization is {config.quantization}; it needs a CPU, and bfloat16 or float32: "
@@ -129,7 +132,14 @@ def choose(config: EngineConfig) -> Device:
     log.info(
         "engine.device", {"device": str(device), "dtype": str(dtype), "threads": threads, "kernels": bool(kernels)}
     )
-    return Device(device, dtype, attention="sdpa", kernels=kernels, quantization=config.quantization)
+    return Device(
+        device,
+        dtype,
+        attention="paged" if kernels else "fixed" if config.batch_invariant else "sdpa",
+        kernels=kernels,
+        quantization=config.quantization,
+        batch_invariant=config.batch_invariant,
+    )
 
 
 def _kernels(threads: int) -> Kernels | None:
