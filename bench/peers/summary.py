@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -12,21 +11,22 @@ from typing import Any
 import psutil
 
 from common import Report
+from peers import vllm_cpu
 from peers.cells import SHOAL, Measured, Record, Unusable
 from peers.claims import QUANTITIES, by_round, claims, ratios
 
 HEADINGS = ("output tok/s", "TTFT p50", "TTFT p99", "TPOT p50")
 
 
-def setting(report: Report, model: Path, peer_versions: Mapping[str, str], kv_gib: int) -> None:
+def setting(report: Report, model: Path, peer_folder: Path, kv_gib: int) -> None:
     """What somebody who repeats the run has to make alike."""
-    peer = ", ".join(f"{package} {number}" for package, number in peer_versions.items())
+    peer = ", ".join(f"{package} {number}" for package, number in vllm_cpu.versions(peer_folder).items())
+    preloaded = ", ".join(path.name for path in vllm_cpu.preloads(peer_folder)) or "nothing"
     rows = [
         ("processor", f"{_processor()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB"),
         ("model", f"{model}, bfloat16"),
         ("shoal", f"{version('shoal')}, torch {version('torch')}; defaults, KV pool {kv_gib} GiB"),
-        ("vLLM", peer),
-        ("vLLM's settings", f"its default binding of threads to cores, VLLM_CPU_KVCACHE_SPACE={kv_gib}"),
+        ("vLLM", f"{peer}; default binding of threads to cores, KV pool {kv_gib} GiB, preloaded: {preloaded}"),
     ]
     report.table("setting", ("what", "is"), rows)
 

@@ -82,4 +82,13 @@ def test_eager_and_compiled_differ_in_one_option() -> None:
     eager, compiled = (vllm_cpu.serve_command(Path("/p"), model, "peer", eager=eager) for eager in (True, False))
     assert eager == [*compiled, "--enforce-eager"]
     assert compiled[:3] == ["/p/bin/vllm", "serve", "/models/m"]
-    assert vllm_cpu.environment(3)["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_what_is_there_is_preloaded(tmp_path: Path) -> None:
+    assert vllm_cpu.environment(tmp_path, 3)["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    before = vllm_cpu.preloads(tmp_path)  # the system's, if any
+    openmp = tmp_path / "lib" / "libiomp5.so"
+    openmp.parent.mkdir()
+    openmp.touch()
+    assert vllm_cpu.preloads(tmp_path) == [*before, openmp]
+    assert vllm_cpu.environment(tmp_path, 3)["LD_PRELOAD"].endswith(str(openmp))
