@@ -31,6 +31,7 @@ _NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 class Row:
     """What the host knows of one request."""
 
+    id: str
     index: int  # in the tables
     num_prompt: int
     sampling: Sampling
@@ -45,15 +46,12 @@ class Row:
 @dataclass(slots=True)
 class Batch:
     tokens_T: Tensor
-    positions_T: Tensor
-    block_T: Tensor  # where each token's key and value go: block,
-    offset_T: Tensor  # and place in the block
-    fresh_blocks: Tensor  # entered a table in this step
+    fresh_blocks: list[int]  # entered a table in this step
     spans: Spans  # one per slice
-    sampled: list[int]  # indices of the slices that sample
+    sampled: list[Row]  # those that sample, in the order of slices
     last_row_R: Tensor | None = None  # their last rows of T
-    sampling: SamplingBatch | None = None
     place_R: Tensor | None = None  # of the sampled ids in the table of tokens
+    sampling: SamplingBatch | None = None
 
 
 class RequestTable:
@@ -80,13 +78,13 @@ class RequestTable:
             if piece.blocks:
                 self._append_blocks(self.rows[piece.id], piece.blocks)
                 fresh += piece.blocks
-        return self._batch(plan, np.array(fresh, np.int64))
+        return self._batch(plan, fresh)
 
-    def store_sampled(self, plan: StepPlan, batch: Batch, tokens_R: Tensor) -> None:
+    def store_sampled(self, step: int, batch: Batch, tokens_R: Tensor) -> None:
         """Puts sampled ids at their positions, where the next step finds them."""
         assert batch.place_R is not None
-        for index in batch.sampled:
-            self.rows[plan.slices[index].id].sampled_step = plan.step
+        for row in batch.sampled:
+            row.sampled_step = step
         self._tokens.view(-1).index_copy_(0, batch.place_R, tokens_R)
 
     def tokens(self, request: str, start: int, end: int) -> Tensor:
@@ -108,6 +106,7 @@ class RequestTable:
         bias = [(token, value) for token, value in sampling.logit_bias if 0 <= token < self._vocab_size]
         stop_ids = [token for token in admit.stop_token_ids if 0 <= token < self._vocab_size]
         row = Row(
+            id=admit.id,
             index=self._free.pop(),
             num_prompt=admit.num_prompt,
             sampling=sampling,
@@ -151,47 +150,52 @@ class RequestTable:
 
     # -- the step's tensors --------------------------------------------------------------------------------------------
 
-    def _batch(self, plan: StepPlan, fresh: np.ndarray) -> Batch:
-        rows = [self.rows[piece.id] for piece in plan.slices]
-        self._check(plan, rows)
-        index = np.array([row.index for row in rows], np.int64)
-        start = np.array([piece.start for piece in plan.slices], np.int64)
-        count = np.array([piece.count for piece in plan.slices], np.int64)
-        end, after = start + count, np.cumsum(count)  # of each slice: in its request, and among the rows of the step
-        first = after - count
-        row_T = np.repeat(index, count)
-        position_T = np.arange(len(row_T)) + np.repeat(start - first, count)
-        block_T, offset_T = np.divmod(position_T, self._block_tokens)
-        num_blocks = -(-int(end.max(initial=0)) // self._block_tokens)  # most that a slice needs
-        to, width = self._device.tensor, self._tokens.shape[1]
+    def _batch(self, plan: StepPlan, fresh: list[int]) -> Batch:
+        rows, sampled = self._rows_of(plan)
+        index_S = np.array([row.index for row in rows], np.int64)
+        start_S = np.array([piece.start for piece in plan.slices], np.int64)
+        count_S = np.array([piece.count for piece in plan.slices], np.int64)
+        first_S = count_S.cumsum() - count_S  # of T
+        end_S = start_S + count_S
+        width = self._tokens.shape[1]
+        place_S = index_S * width + start_S  # of each slice's first token in the table of tokens
+        num_tokens = int(count_S.sum())
+        if num_tokens == len(rows):  # the usual step: one token each
+            place_T = place_S
+        else:
+            place_T = (place_S - first_S).repeat(count_S) + np.arange(num_tokens)
+        num_blocks = -(-int(end_S.max(initial=0)) // self._block_tokens)  # most that a slice needs
+        to = self._device.tensor
         batch = Batch(
-            tokens_T=self._tokens.view(-1).index_select(0, to(row_T * width + position_T)),
-            positions_T=to(position_T),
-            block_T=to(self._blocks[row_T, block_T].astype(np.int64)),
-            offset_T=to(offset_T),
-            fresh_blocks=to(fresh),
+            tokens_T=self._tokens.view(-1).index_select(0, to(place_T)),
+            fresh_blocks=fresh,
             spans=Spans(
-                first.astype(np.int32),
-                start.astype(np.int32),
-                count.astype(np.int32),
-                self._blocks[:, :num_blocks].take(index, 0),
+                first_S.astype(np.int32),
+                start_S.astype(np.int32),
+                count_S.astype(np.int32),
+                self._blocks[:, :num_blocks].take(index_S, 0),
             ),
-            sampled=[i for i, piece in enumerate(plan.slices) if piece.sample],
+            sampled=[rows[place] for place in sampled],
         )
-        if batch.sampled:
-            where = np.array(batch.sampled, np.int64)
-            index_R, position_R = index[where], end[where]
-            batch.last_row_R = to(after[where] - 1)
-            batch.place_R = to(index_R * width + position_R)
-            batch.sampling = self._sampling([rows[i] for i in batch.sampled], index_R, position_R)
+        if sampled:
+            where_R = np.array(sampled, np.int64)
+            index_R = index_S.take(where_R)
+            batch.last_row_R = to((first_S + count_S - 1).take(where_R))
+            batch.place_R = to((place_S + count_S).take(where_R))
+            batch.sampling = self._sampling(batch.sampled, index_R, end_S.take(where_R))
         return batch
 
-    def _check(self, plan: StepPlan, rows: list[Row]) -> None:
-        size = self._block_tokens
-        for piece, row in zip(plan.slices, rows, strict=True):
-            id, start, count, _, from_step, _ = piece
-            assert start + count <= row.num_blocks * size, f"{id} lacks blocks"
+    def _rows_of(self, plan: StepPlan) -> tuple[list[Row], list[int]]:
+        """The slices' rows, and which of the slices sample."""
+        rows, sampled = [], []
+        for place, (id, start, count, _, from_step, sample) in enumerate(plan.slices):
+            row = self.rows[id]
+            assert start + count <= row.num_blocks * self._block_tokens, f"{id} lacks blocks"
             assert from_step in (-1, row.sampled_step), f"{id} did not sample last in step {from_step}"
+            rows.append(row)
+            if sample:
+                sampled.append(place)
+        return rows, sampled
 
     def _sampling(self, rows: list[Row], index_R: np.ndarray, position_R: np.ndarray) -> SamplingBatch:
         temperature, top_p, min_p, repetition, presence, frequency = self._floats.take(index_R, 1)

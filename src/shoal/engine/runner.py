@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from shoal.engine.config import EngineConfig
 from shoal.engine.device import Device, choose, kv_pool_bytes
 from shoal.engine.kvstore import KVStore, block_bytes
 from shoal.engine.model.attention import make_attention
+from shoal.engine.model.layers import make_layers
 from shoal.engine.model.llama import Llama
 from shoal.engine.model.load import load_weights, model_digest
 from shoal.engine.model.registry import read_config
@@ -73,6 +75,7 @@ class Runner:
         self._device = device
         self._store = KVStore(model.config, device, num_blocks, block_tokens)
         self._attention = make_attention(model.config, device, self._store, model.head_norms)
+        self._layers = make_layers(model.weights.layers, self._attention, device)
         dtype = str(device.dtype).removeprefix("torch.")
         self.hash_root = root_key(digest, dtype, self._attention.kv_format, block_tokens)
         self._table = RequestTable(device, block_tokens, self.vocab_size)
@@ -87,13 +90,13 @@ class Runner:
         batch = self._table.build(plan)
         launched = _Launched(plan.step, began_ns, (start, start))
         hidden_TE = self._forward(batch)
-        row = 0
+        first = 0
         for piece in plan.slices:
-            if (scores := self._score_prompt(piece, hidden_TE[row : row + piece.count])) is not None:
+            if (scores := self._score_prompt(piece, hidden_TE, first)) is not None:
                 launched.prompt_scores[piece.id] = scores
-            row += piece.count
+            first += piece.count
         if batch.sampled:
-            self._sample(plan, batch, hidden_TE, launched)
+            self._sample(plan.step, batch, hidden_TE, launched)
         launched.marks = (start, self._device.mark())
         self._launched.append(launched)
 
@@ -145,53 +148,56 @@ class Runner:
     def _forward(self, batch: Batch) -> Tensor:
         if not len(batch.tokens_T):
             return self._device.empty((0, self._model.config.hidden_size))
-        if self._attention.reads_stale_values and len(batch.fresh_blocks):
-            self._store.clear(batch.fresh_blocks)
-        prepared = self._attention.prepare(batch.spans, batch.positions_T, batch.block_T, batch.offset_T)
-        return self._model.hidden(batch.tokens_T, functools.partial(self._attention.attend, prepared=prepared))
+        if self._attention.reads_stale_values and batch.fresh_blocks:
+            self._store.clear(self._device.tensor(np.array(batch.fresh_blocks, np.int64)))
+        prepared = self._attention.prepare(batch.spans)
+        return self._layers(self._model.embed(batch.tokens_T), prepared)
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
+    def _sample(self, step: int, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
         assert batch.last_row_R is not None and batch.sampling is not None
-        logits_RV = self._model.logits(hidden_TE.index_select(0, batch.last_row_R))
+        if len(batch.last_row_R) < len(hidden_TE):
+            hidden_TE = hidden_TE.index_select(0, batch.last_row_R)
+        logits_RV = self._model.logits(hidden_TE)
         wanted = []  # rows of R whose request asked for logprobs
-        for row, index in enumerate(batch.sampled):
-            request = plan.slices[index].id
-            num_top = self._table.rows[request].sampling.logprobs
-            if num_top is not None:
-                wanted.append(row)
-                launched.scored_ids.append(request)
-                launched.num_tops.append(num_top)
+        for index, request in enumerate(batch.sampled):
+            if request.sampling.logprobs is not None:
+                wanted.append(index)
+                launched.scored_ids.append(request.id)
+                launched.num_tops.append(request.sampling.logprobs)
         if wanted:  # before sampling changes the logits
             rows = torch.tensor(wanted, dtype=torch.int64, device=logits_RV.device)
             logprobs_MV = logits_RV.index_select(0, rows).log_softmax(-1)
         tokens_R = launched.tokens = sample(logits_RV, batch.sampling, self._device)
-        self._table.store_sampled(plan, batch, tokens_R)
+        self._table.store_sampled(step, batch, tokens_R)
         if wanted:
             launched.scores = score(logprobs_MV, tokens_R.index_select(0, rows), max(launched.num_tops))
 
-    def _score_prompt(self, piece: Slice, hidden_ME: Tensor) -> Scores | None:
+    def _score_prompt(self, piece: Slice, hidden_TE: Tensor, row: int) -> Scores | None:
         """Scores of the prompt tokens max(start, 1) .. start + count, where the request asked for them.
 
+        `row` of the step is the slice's first.
         The logits at position p score token p + 1. So a chunk's last row scores the first token of the next chunk: it
         waits in `_seams`. The last prompt token's own row scores nothing: what follows it is sampled.
         """
-        row = self._table.rows[piece.id]
-        num_top = row.sampling.prompt_logprobs
-        if num_top is None or piece.start >= row.num_prompt:
+        request = self._table.rows[piece.id]
+        num_top = request.sampling.prompt_logprobs
+        if num_top is None or piece.start >= request.num_prompt:
             return None
-        end = min(piece.start + piece.count, row.num_prompt - 1)  # rows [start, end) score tokens [start + 1, end + 1)
+        end = min(
+            piece.start + piece.count, request.num_prompt - 1
+        )  # rows [start, end) score tokens [start + 1, end + 1)
         targets_M = self._table.tokens(piece.id, piece.start + 1, end + 1)
         parts = []
         if piece.start > 0:
             parts.append(self._seams.pop(piece.id))
         for first in range(0, len(targets_M), _SCORED_ROWS):
             targets = targets_M[first : first + _SCORED_ROWS]
-            logits = self._model.logits(hidden_ME[first : first + len(targets)])
+            logits = self._model.logits(hidden_TE[row + first : row + first + len(targets)])
             parts.append(score(logits.log_softmax(-1), targets, num_top))
         if not parts:
             return None
         scores = Scores(*(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)))
-        if piece.start + piece.count < row.num_prompt:
+        if piece.start + piece.count < request.num_prompt:
             self._seams[piece.id] = Scores(*(column[-1:] for column in _columns(scores)))
             scores = Scores(*(column[:-1] for column in _columns(scores)))
         return scores if len(scores.logprob_M) else None
@@ -221,7 +227,7 @@ def load(model_dir: Path, config: EngineConfig) -> Runner:
         raise ValueError(
             f"engine.max_model_len is {max_model_len}; the model's context is {settings.max_context} tokens"
         )
-    model = Llama(settings, load_weights(model_dir, settings, device), device)
+    model = Llama(settings, load_weights(model_dir, settings, device))
     build = functools.partial(
         Runner,
         model,

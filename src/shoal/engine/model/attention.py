@@ -33,9 +33,7 @@ class Attention(Protocol):
     kv_format: str  # how keys and values lie in a block; part of the prefix keys' root
     reads_stale_values: bool  # with weight 0, where no token was written yet: fresh blocks have to be cleared
 
-    def prepare(self, spans: Spans, positions_T: Tensor, block_T: Tensor, offset_T: Tensor) -> Any:
-        """`block_T` and `offset_T`: where each token's key and value go."""
-        ...
+    def prepare(self, spans: Spans) -> Any: ...
 
     def attend(self, layer: int, qkv_TP: Tensor, prepared: Any) -> Tensor:
         """Returns [T, H · D], which the next layer's call may overwrite. Rows: query, key, then value heads."""

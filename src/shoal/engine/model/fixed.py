@@ -34,13 +34,13 @@ class FixedAttention(TorchAttention):
 
     POSITIONS = 16
 
-    def prepare(self, spans: Spans, positions_T: Tensor, block_T: Tensor, offset_T: Tensor) -> tuple[Rows, list[_Tile]]:
+    def prepare(self, spans: Spans) -> tuple[Rows, list[_Tile]]:
         columns = (spans.row_S.tolist(), spans.start_S.tolist(), spans.length_S.tolist(), spans.table_SB)
         tiles = []
         for span in map(Span, *columns):
             for first in range(span.start // self.POSITIONS * self.POSITIONS, span.start + span.length, self.POSITIONS):
                 tiles.append(self._tile(span, first))
-        return self.prepare_rows(spans, positions_T, block_T, offset_T), tiles
+        return self.prepare_rows(spans), tiles
 
     def _tile(self, span: Span, first: int) -> _Tile:
         end = first + self.POSITIONS

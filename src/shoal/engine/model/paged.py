@@ -21,7 +21,7 @@ _LANES = 16  # queries of one head that a task takes at once, as attention.h has
 _MAX_HEAD_DIM = 256
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     step: Step
     keep: tuple[object, ...]  # the memory that it points to
 
@@ -43,8 +43,8 @@ class PagedAttention:
         self._device = device
         self._kernels = device.kernels
         self._angles = Angles(config.rope, config.head_dim, device)
-        self._width = config.num_heads * config.head_dim
-        self._attention = Attention(
+        self.width = config.num_heads * config.head_dim
+        self.shape = Attention(
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
@@ -54,13 +54,13 @@ class PagedAttention:
             config.norm_eps,
         )
         self._norms = norms  # kept alive
-        self._layers = [
+        self.layers = [
             Layer(None, store.layer(index).data_ptr(), *(None if norm is None else norm.data_ptr() for norm in pair))
             for index, pair in enumerate(norms)
         ]
 
-    def prepare(self, spans: Spans, positions_T: Tensor, block_T: Tensor, offset_T: Tensor) -> _Prepared:
-        shape = self._attention
+    def prepare(self, spans: Spans) -> Prepared:
+        shape = self.shape
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in spans)
         tiles = int((-(-spans.length_S * (shape.num_heads // shape.num_kv_heads) // _LANES)).sum())
         tasks = np.empty((tiles * shape.num_kv_heads + 8 * shape.num_threads, 7), np.int32)
@@ -77,14 +77,14 @@ class PagedAttention:
         results = np.empty((step.num_slots, _LANES * (2 + shape.head_size)), np.float32)
         done = np.zeros(step.num_slots, np.int32)
         step.results, step.done = results.ctypes.data, done.ctypes.data
-        return _Prepared(step, (spans, tasks, writes, angles_PD, results, done))
+        return Prepared(step, (spans, tasks, writes, angles_PD, results, done))
 
-    def attend(self, layer: int, qkv_TP: Tensor, prepared: _Prepared) -> Tensor:
+    def attend(self, layer: int, qkv_TP: Tensor, prepared: Prepared) -> Tensor:
         assert qkv_TP.is_contiguous()
-        out_TxHD = self._device.buffer(len(qkv_TP), self._width, qkv_TP.dtype)
-        call = self._layers[layer]
+        out_TxHD = self._device.buffer(len(qkv_TP), self.width, qkv_TP.dtype)
+        call = self.layers[layer]
         call.qkv, call.out = qkv_TP.data_ptr(), out_TxHD.data_ptr()
-        self._kernels.attend(ctypes.byref(self._attention), ctypes.byref(prepared.step), ctypes.byref(call))
+        self._kernels.attend(ctypes.byref(self.shape), ctypes.byref(prepared.step), ctypes.byref(call))
         return out_TxHD
 
 

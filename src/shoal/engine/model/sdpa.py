@@ -77,11 +77,15 @@ class TorchAttention:
         self._group_size = config.num_heads // config.num_kv_heads
         self._head_dim = config.head_dim
 
-    def prepare_rows(self, spans: Spans, positions_T: Tensor, block_T: Tensor, offset_T: Tensor) -> Rows:
+    def prepare_rows(self, spans: Spans) -> Rows:
+        span_T = np.repeat(np.arange(len(spans.row_S)), spans.length_S)
+        position_T = np.arange(len(span_T)) + (spans.start_S - spans.row_S)[span_T]
+        block_T, offset_T = np.divmod(position_T, self._store.block_tokens)
+        to = self._device.tensor
         angles_PD = self._angles.table(int((spans.start_S + spans.length_S).max()))
-        cos_Th, sin_Th = angles_PD.index_select(0, positions_T).to(self._device.dtype).chunk(2, dim=1)
+        cos_Th, sin_Th = angles_PD.index_select(0, to(position_T)).to(self._device.dtype).chunk(2, dim=1)
         return Rows(
-            where_2T=self._store.where(block_T, offset_T),
+            where_2T=self._store.where(to(spans.table_SB[span_T, block_T].astype(np.int64)), to(offset_T)),
             cos_T1D=torch.cat((cos_Th, cos_Th), dim=1).unsqueeze(1),
             sin_T1D=torch.cat((sin_Th, sin_Th), dim=1).unsqueeze(1),
         )
@@ -103,14 +107,13 @@ class TorchAttention:
 class SdpaAttention(TorchAttention):
     """Gathers each span's blocks and calls torch's fused attention, query heads folded into the query length."""
 
-    def prepare(
-        self, spans: Spans, positions_T: Tensor, block_T: Tensor, offset_T: Tensor
-    ) -> tuple[Rows, list[_Group]]:
+    def prepare(self, spans: Spans) -> tuple[Rows, list[_Group]]:
+        num_rows = int(spans.length_S.sum())
         classes: dict[tuple[int, int], list[Span]] = {}
         for span in _cut(spans):
             classes.setdefault(self._shape_class(span), []).append(span)
-        groups = [self._group(members, len(positions_T)) for _, members in sorted(classes.items())]
-        return self.prepare_rows(spans, positions_T, block_T, offset_T), groups
+        groups = [self._group(members, num_rows) for _, members in sorted(classes.items())]
+        return self.prepare_rows(spans), groups
 
     def _num_blocks(self, span: Span) -> int:
         return -(-(span.start + span.length) // self._store.block_tokens)
