@@ -219,7 +219,7 @@ def test_threads_that_share_a_context_change_nothing(backend: str, dtype: str) -
     scene.step([(0, 0, 2000), (1, 0, 300)])
     first: dict[str, Tensor] = {}
     for num_threads in (1, 2, 16, 100):
-        scene.backend._attention.num_threads = num_threads
+        scene.backend.shape.num_threads = num_threads
         for pieces in ([(0, 1999, 2000)], [(0, 1990, 2000)], [(0, 1990, 2000), (1, 260, 300)]):
             result = torch.cat(scene.step(pieces, times=3))
             assert torch.equal(first.setdefault(str(pieces), result), result)

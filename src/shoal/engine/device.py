@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from shoal.engine import memory
 from shoal.engine.config import EngineConfig
 from shoal.engine.kernels.build import Unavailable
 from shoal.engine.kernels.library import Kernels
@@ -41,6 +42,7 @@ class Device:
     quantization: str = "none"  # of the matrices: "none" or "int8"
     batch_invariant: bool = False  # a row's numbers must not depend on the rows beside it
     _buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    _arena: memory.Arena = field(default_factory=memory.Arena)
 
     @property
     def is_cuda(self) -> bool:
@@ -67,7 +69,10 @@ class Device:
         """
         buffer = self._buffers.get((width, dtype))
         if buffer is None or len(buffer) < rows:
-            buffer = torch.empty((rows, width), dtype=dtype, device=self.torch_device)
+            if self.is_cuda:
+                buffer = torch.empty((rows, width), dtype=dtype, device=self.torch_device)
+            else:
+                buffer = memory.zeros(rows * width * dtype.itemsize).view(dtype).view(rows, width)
             self._buffers[width, dtype] = buffer
         return buffer[:rows]
 
@@ -75,7 +80,11 @@ class Device:
         """Zeros of a size where it matters that, in main memory, a page is taken when it is first written."""
         if self.is_cuda:
             return self.zeros(shape)
-        return torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype).view(shape)
+        return memory.zeros(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy where reading it in each step is fast, for tensors in main memory that stay."""
+        return self._arena.keep(tensor)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Device memory that `work` takes at its highest, beyond what is taken now; 0, without running it, on a CPU."""

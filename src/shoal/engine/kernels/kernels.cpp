@@ -1,5 +1,6 @@
 // What ctypes calls; library.py has the other side.
 #include "attention.h"
+#include "layers.h"
 #include "linear.h"
 #include "sample.h"
 
@@ -12,6 +13,15 @@ int shoal_has_linear() { return 1; }
 
 void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal::bf16* norm, int rows, int epilogue, void* out) {
     shoal::linear(*linear, {x, norm, rows, epilogue, out});
+}
+
+int shoal_rows(const shoal::Linear* linear, const int64_t* ids, int count, shoal::bf16* out) {
+    return shoal::rows(*linear, ids, count, out);
+}
+
+void shoal_layers(const shoal::Block* blocks, int count, const shoal::Attention* attention, const shoal::Step* step,
+                  const shoal::Activations* activations) {
+    shoal::layers(blocks, count, *attention, *step, *activations);
 }
 #else
 int shoal_has_linear() { return 0; }

@@ -23,7 +23,7 @@ class Linear(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """`Attention` of attention.h."""
+    """`Attention` of attention_math.h."""
 
     _fields_ = (
         ("num_heads", c_int32),
@@ -69,6 +69,26 @@ class Layer(ctypes.Structure):
     )
 
 
+class Block(ctypes.Structure):
+    """`Block` of layers.h."""
+
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("qkv", POINTER(Linear)),
+        ("output", POINTER(Linear)),
+        ("gate_up", POINTER(Linear)),
+        ("down", POINTER(Linear)),
+        ("attention", Layer),
+    )
+
+
+class Activations(ctypes.Structure):
+    """`Activations` of layers.h."""
+
+    _fields_ = (("x", c_void_p), ("qkv", c_void_p), ("out", c_void_p), ("mlp", c_void_p), ("rows", c_int32))
+
+
 class Sampling(ctypes.Structure):
     """`sampling::Settings` of sample.h."""
 
@@ -83,14 +103,15 @@ class Sampling(ctypes.Structure):
 
 
 class Kernels:
-    """`linear(linear, x, norm, rows, epilogue, out)`, `plan_attention(attention, step)`,
+    """`linear(linear, x, norm, rows, epilogue, out)`, `rows(linear, ids, count, out)`,
+    `layers(blocks, count, attention, step, activations)`, `plan_attention(attention, step)`,
     `attend(attention, step, layer)`, `sample(logits, rows, vocab, sampling, tokens)`: see kernels.cpp.
 
     Calls let other Python threads run.
     """
 
     STORE, ADD, SILU, FLOAT = range(4)  # Epilogue of linear.h
-    FLOAT32, BFLOAT16, BFLOAT16_UNIT = range(3)  # Math of attention.h
+    FLOAT32, BFLOAT16, BFLOAT16_UNIT = range(3)  # Math of attention_math.h
 
     def __init__(self, threads: int) -> None:
         """Raises build.Unavailable."""
@@ -105,6 +126,11 @@ class Kernels:
             self.linear = functions.shoal_linear
             self.linear.argtypes = (POINTER(Linear), c_void_p, c_void_p, c_int, c_int, c_void_p)
             self.linear.restype = None
+            self.rows = functions.shoal_rows
+            self.rows.argtypes = (POINTER(Linear), c_void_p, c_int, c_void_p)
+            self.layers = functions.shoal_layers
+            self.layers.argtypes = (POINTER(Block), c_int, POINTER(Attention), POINTER(Step), POINTER(Activations))
+            self.layers.restype = None
         self.has_attention_unit = bool(functions.shoal_attention_unit())
         self.plan_attention = functions.shoal_plan_attention
         self.plan_attention.argtypes = (POINTER(Attention), POINTER(Step))

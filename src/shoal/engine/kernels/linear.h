@@ -87,6 +87,10 @@ inline void store_bf16(bf16* to, __m512 values) {
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
+inline bf16 round_to_bf16(float value) {
+    return static_cast<bf16>(_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(value)), 0));
+}
+
 // e^x for x <= 0 and moderate x > 0: 2^n · p(f), relative error below 2e-7 (Cephes' polynomial).
 inline __m512 exp_ps(__m512 x) {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.3f));
@@ -146,7 +150,7 @@ void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, floa
         _tile_zero(2);
         _tile_zero(3);
     }
-    constexpr int kAhead = 4096;  // bytes: the next two steps' weights are under way
+    constexpr int kAhead = 8192;  // bytes: the next four steps' weights are under way
     for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock) {
         for (int line = 0; line < 2 * kTileBytes; line += 64) _mm_prefetch((const char*)block + kAhead + line, _MM_HINT_T0);
         _tile_loadd(4, block, 64);
@@ -300,7 +304,7 @@ inline void linear(const Linear& linear, const Call& call) {
     const int blocks = (linear.n + kBlock - 1) / kBlock;
     constexpr int kRowsOfTask = 256;
     const int row_tasks = (call.rows + kRowsOfTask - 1) / kRowsOfTask;
-    const int per_task = std::max(1, std::min(blocks / (4 * pool.num_threads()), 131072 / (depth * kBlock * 2)));
+    const int per_task = std::max(1, std::min(blocks / (4 * pool.num_threads()), (512 << 10) / (depth * kBlock * 2)));
     const int block_tasks = (blocks + per_task - 1) / per_task;
     pool.run(block_tasks * row_tasks, [&](int index, int) {
         const Tiles tiles;
@@ -310,6 +314,22 @@ inline void linear(const Linear& linear, const Call& call) {
         }
         _mm_sfence();  // streamed results are seen before the task is called done
     });
+}
+
+// Rows of W, as they were before they were packed: an embedding's vectors. Not of a gated W.
+// False: an id is not that of a row.
+inline bool rows(const Linear& linear, const int64_t* ids, int count, bf16* out) {
+    const int depth = round_up(linear.k, kDepth);
+    for (int i = 0; i < count; ++i, out += linear.k) {
+        if (ids[i] < 0 || ids[i] >= linear.n) return false;
+        const size_t first = ids[i] / kBlock * size_t(depth) * kBlock + ids[i] % kBlock / kTile * kDepth * kTile + ids[i] % kTile * 2;
+        for (int k = 0; k < linear.k; ++k) {
+            const size_t at = first + size_t(k / kDepth) * kDepth * kBlock + k % kDepth / 2 * kDepth + k % 2;
+            if (linear.scale) out[k] = round_to_bf16(((const int8_t*)linear.packed)[at] * linear.scale[ids[i]]);
+            else out[k] = ((const bf16*)linear.packed)[at];
+        }
+    }
+    return true;
 }
 
 }  // namespace shoal

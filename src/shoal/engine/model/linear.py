@@ -8,7 +8,6 @@ Shape letters: M rows, N rows of W (outputs), K columns of W (inputs), V vocabul
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Protocol
 
@@ -157,16 +156,15 @@ class KernelLinear:
     ) -> None:
         self.num_rows, self._k = weight_NK.shape
         assert device.kernels is not None
-        self._linear = device.kernels.linear
+        self._kernels = device.kernels
         self._buffer = device.buffer
         self._gated = gated
-        self._packed = _packed(weight_NK, gated)  # [N / 32, K / 32, 2, 16, 16, 2]
+        self._packed = device.keep(_tiles(weight_NK, gated))  # [N / 32, K / 32, 2, 16, 16, 2]
         self._scale = None if scale_N is None else _in_order(scale_N, gated)
         self._bias = None if bias_N is None else _in_order(bias_N.float(), gated)
-        struct = Struct(
+        self.struct = Struct(
             _address(self._packed), _address(self._scale), _address(self._bias), self.num_rows, self._k, epsilon
         )
-        self._struct = ctypes.byref(struct)
 
     def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
         return self._call(x_MK, norm_K, Kernels.STORE, self._buffer(len(x_MK), self.num_rows, x_MK.dtype))
@@ -182,18 +180,15 @@ class KernelLinear:
         return self._call(x_MK, norm_K, Kernels.FLOAT, self._buffer(len(x_MK), self.num_rows, torch.float32))
 
     def rows(self, ids_M: Tensor) -> Tensor:
-        block_M, tile_M = ids_M // _BLOCK, ids_M // _TILE % 2
-        if self._gated:
-            half = self.num_rows // 2
-            block_M, tile_M, ids_M = ids_M % half // _TILE, ids_M // half, ids_M % half
-        rows = self._packed[block_M, :, tile_M, :, ids_M % _TILE].flatten(1)[:, : self._k]
-        if self._scale is not None:
-            rows = rows * self._scale[block_M * _BLOCK + tile_M * _TILE + ids_M % _TILE].unsqueeze(1)
-        return rows.bfloat16().contiguous()
+        assert not self._gated and ids_M.dtype == torch.int64 and ids_M.is_contiguous()
+        out_MK = torch.empty((len(ids_M), self._k), dtype=torch.bfloat16)
+        if not self._kernels.rows(self.struct, ids_M.data_ptr(), len(ids_M), out_MK.data_ptr()):
+            raise IndexError(f"row ids from {int(ids_M.min())} to {int(ids_M.max())}; there are {self.num_rows} rows")
+        return out_MK
 
     def _call(self, x_MK: Tensor, norm_K: Tensor | None, epilogue: int, out: Tensor) -> Tensor:
         assert x_MK.is_contiguous() and out.is_contiguous()
-        self._linear(self._struct, x_MK.data_ptr(), _address(norm_K), len(x_MK), epilogue, out.data_ptr())
+        self._kernels.linear(self.struct, x_MK.data_ptr(), _address(norm_K), len(x_MK), epilogue, out.data_ptr())
         return out
 
 
@@ -204,12 +199,12 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _packed(weight_NK: Tensor, gated: bool) -> Tensor:
-    """Tiles as linear.h says; zeros where N or K end within one."""
+def _tiles(weight_NK: Tensor, gated: bool) -> Tensor:
+    """As linear.h says; zeros where N or K end within a tile."""
     weight_NK = _padded(weight_NK, gated)
     tiles = weight_NK.view(*_tile_shape(weight_NK.shape[0], gated), weight_NK.shape[1] // _DEPTH, _DEPTH // 2, 2)
     order = (1, 3, 0, 4, 2, 5) if gated else (0, 3, 1, 4, 2, 5)  # block, k, tile of the block, pair, row, of the pair
-    return tiles.permute(order).contiguous()
+    return tiles.permute(order)
 
 
 def _in_order(values_N: Tensor, gated: bool) -> Tensor:
