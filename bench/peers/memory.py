@@ -5,6 +5,9 @@ pools are of one size by configuration, but a page of a pool is taken when it is
 write theirs at different times. What is subtracted is therefore what of the pool is resident, read from the mapping
 that holds it: a private anonymous one of about a pool's size or larger. The kernel may have joined such a mapping with
 its neighbours; then it is unknown which pages are the pool's, and both bounds are given.
+
+Servers that run at once from one environment share the pages of its libraries, so each one's sum is a little smaller
+than it would be alone: vLLM's by about 5 % where it runs eager and compiled, shoal's by the load driver's few MB.
 """
 
 from __future__ import annotations
