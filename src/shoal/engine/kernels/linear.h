@@ -140,8 +140,8 @@ struct Job {
 };
 
 #ifdef __AMX_BF16__
-// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32].
-template <int kTilesA>
+// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32]. kFetch: W is read for the first time.
+template <int kTilesA, bool kFetch>
 void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, float* sums) {
     asm volatile("" ::: "memory");  // the tile instructions do not tell the compiler what they read
     _tile_zero(0);
@@ -152,7 +152,9 @@ void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, floa
     }
     constexpr int kAhead = 8192;  // bytes: the next four steps' weights are under way
     for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock) {
-        for (int line = 0; line < 2 * kTileBytes; line += 64) _mm_prefetch((const char*)block + kAhead + line, _MM_HINT_T0);
+        for (int line = 0; kFetch && line < 2 * kTileBytes; line += 64) {
+            _mm_prefetch((const char*)block + kAhead + line, _MM_HINT_T0);
+        }
         _tile_loadd(4, block, 64);
         _tile_loadd(5, block + kDepth * kTile, 64);
         _tile_loadd(6, a + k, lda * 2);
@@ -199,12 +201,12 @@ inline void multiply_on_vectors(const bf16* a, int lda, const bf16* block, int d
     }
 }
 
-inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int rows, float* sums) {
+inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int rows, [[maybe_unused]] bool fetch, float* sums) {
 #ifdef __AMX_BF16__
     if (have_matrix_unit()) {
-        if (rows > kTile) multiply_on_unit<2>(a, lda, block, depth, sums);
-        else multiply_on_unit<1>(a, lda, block, depth, sums);
-        return;
+        const auto on_unit = rows > kTile ? (fetch ? multiply_on_unit<2, true> : multiply_on_unit<2, false>)
+                                          : (fetch ? multiply_on_unit<1, true> : multiply_on_unit<1, false>);
+        return on_unit(a, lda, block, depth, sums);
     }
 #endif
     multiply_on_vectors(a, lda, block, depth, rows, sums);
@@ -267,7 +269,7 @@ inline void run_block(const Job& job, int block, int first_row, int end_row) {
     for (int row = first_row; row < end_row; row += 2 * kTile) {
         const bf16* a = job.a + size_t(row) * job.lda;
         const int rows = std::min(2 * kTile, end_row - row);
-        multiply(a, job.lda, weights, job.depth, rows, sums);
+        multiply(a, job.lda, weights, job.depth, rows, row == first_row && !job.linear.scale, sums);
         for (int r = 0; r < rows; ++r) finish_row(job, row + r, block * kBlock, sums + r * kBlock);
     }
 }
