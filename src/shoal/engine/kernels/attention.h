@@ -210,7 +210,9 @@ private:
             const int token = first + i, place = token % a.block_tokens;
             const T* keys = block_keys<T>(a, layer, table[token / a.block_tokens], task.head);
             pieces.keys[i / g] = keys + place * D;
-            if (place % u == 0) pieces.values[i / u] = keys + (a.block_tokens + place) * D;
+            const T* values = keys + (a.block_tokens + place) * D;
+            if (place % u == 0) pieces.values[i / u] = values;
+            for (int ahead = 0; ahead < g * D; ahead += 64 / sizeof(T)) __builtin_prefetch(values + ahead, 0, 2);
         }
         const int last = num_tokens - u, left = end - (first + last);
         if (left < u) cut_tail(pieces.values[last / u], left);
