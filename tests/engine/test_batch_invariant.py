@@ -14,6 +14,8 @@ from torch import Tensor
 
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import RequestSpec, Sampling
+from shoal.engine.config import EngineConfig
+from shoal.engine.device import choose
 from shoal.engine.model.linear import TorchLinear
 from tests.support.default_model import default_model
 from tests.support.drive import make_scheduler, run_requests
@@ -172,3 +174,11 @@ def test_a_machine_that_does_not_keep_the_promise_is_refused(
     assert new_runner(tiny, kernels="off").num_blocks
     with pytest.raises(ValueError, match=r"engine\.batch_invariant is true; .* needs shoal's own kernels"):
         new_runner(tiny, kernels="off", batch_invariant=True)
+
+
+@pytest.mark.parametrize("setting", [{"batch_invariant": True}, {"quantization": "int8"}])
+def test_what_is_for_cpus_is_refused_elsewhere(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=rf"engine\.{next(iter(setting))} is .*; it needs a CPU"):
+        choose(EngineConfig(device="cuda", dtype="float32", **setting))
