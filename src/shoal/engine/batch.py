@@ -45,13 +45,14 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
+    num_tokens: int  # T
     tokens_T: Tensor
     fresh_blocks: list[int]  # entered a table in this step
     spans: Spans  # one per slice
     sampled: list[Row]  # those that sample, in the order of slices
-    last_row_R: Tensor | None = None  # their last rows of T
-    place_R: Tensor | None = None  # of the sampled ids in the table of tokens
-    sampling: SamplingBatch | None = None
+    last_row_R: np.ndarray  # their last rows of T
+    place_R: np.ndarray  # of the sampled ids in the table of tokens
+    sampling: SamplingBatch | None  # where any samples
 
 
 class RequestTable:
@@ -82,10 +83,9 @@ class RequestTable:
 
     def store_sampled(self, step: int, batch: Batch, tokens_R: Tensor) -> None:
         """Puts sampled ids at their positions, where the next step finds them."""
-        assert batch.place_R is not None
         for row in batch.sampled:
             row.sampled_step = step
-        self._tokens.view(-1).index_copy_(0, batch.place_R, tokens_R)
+        self._device.put(self._tokens, batch.place_R, tokens_R)
 
     def tokens(self, request: str, start: int, end: int) -> Tensor:
         return self._tokens[self.rows[request].index, start:end]
@@ -165,9 +165,11 @@ class RequestTable:
         else:
             place_T = (place_S - first_S).repeat(count_S) + np.arange(num_tokens)
         num_blocks = -(-int(end_S.max(initial=0)) // self._block_tokens)  # most that a slice needs
-        to = self._device.tensor
-        batch = Batch(
-            tokens_T=self._tokens.view(-1).index_select(0, to(place_T)),
+        where_R = np.array(sampled, np.int64)  # of S
+        sampled_rows = [rows[place] for place in sampled]
+        return Batch(
+            num_tokens=num_tokens,
+            tokens_T=self._device.take(self._tokens, place_T),
             fresh_blocks=fresh,
             spans=Spans(
                 first_S.astype(np.int32),
@@ -175,15 +177,11 @@ class RequestTable:
                 count_S.astype(np.int32),
                 self._blocks[:, :num_blocks].take(index_S, 0),
             ),
-            sampled=[rows[place] for place in sampled],
+            sampled=sampled_rows,
+            last_row_R=(first_S + count_S - 1).take(where_R),
+            place_R=(place_S + count_S).take(where_R),
+            sampling=self._sampling(sampled_rows, index_S.take(where_R), end_S.take(where_R)) if sampled else None,
         )
-        if sampled:
-            where_R = np.array(sampled, np.int64)
-            index_R = index_S.take(where_R)
-            batch.last_row_R = to((first_S + count_S - 1).take(where_R))
-            batch.place_R = to((place_S + count_S).take(where_R))
-            batch.sampling = self._sampling(batch.sampled, index_R, end_S.take(where_R))
-        return batch
 
     def _rows_of(self, plan: StepPlan) -> tuple[list[Row], list[int]]:
         """The slices' rows, and which of the slices sample."""

@@ -51,7 +51,21 @@ class Device:
     def tensor(self, values: np.ndarray | Tensor) -> Tensor:
         """Same numbers and format, on the device; the copy is ordered before what is computed next."""
         tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-        return tensor.to(self.torch_device, non_blocking=True)
+        return tensor.to(self.torch_device, non_blocking=True) if self.is_cuda else tensor
+
+    def take(self, table: Tensor, places_T: np.ndarray) -> Tensor:
+        """What stands at these places of a contiguous table, counted through its rows."""
+        if self.is_cuda:
+            return table.view(-1).index_select(0, self.tensor(places_T))
+        return torch.from_numpy(
+            table.numpy().reshape(-1).take(places_T)
+        )  # a step's least piece: torch's way costs more
+
+    def put(self, table: Tensor, places_T: np.ndarray, values_T: Tensor) -> None:
+        if self.is_cuda:
+            table.view(-1).index_copy_(0, self.tensor(places_T), values_T)
+        else:
+            table.numpy().reshape(-1)[places_T] = values_T.numpy()
 
     def arange(self, end: int) -> Tensor:
         return torch.arange(end, device=self.torch_device)

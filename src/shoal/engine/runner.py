@@ -82,7 +82,6 @@ class Runner:
         self._launched: deque[_Launched] = deque()
         self._seams: dict[str, Scores] = {}  # score of a chunk's next token, which belongs to the next chunk
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
         began_ns, start = time.perf_counter_ns(), self._device.mark()
         for request in plan.leaves:
@@ -146,7 +145,7 @@ class Runner:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch) -> Tensor:
-        if not len(batch.tokens_T):
+        if not batch.num_tokens:
             return self._device.empty((0, self._model.config.hidden_size))
         if self._attention.reads_stale_values and batch.fresh_blocks:
             self._store.clear(self._device.tensor(np.array(batch.fresh_blocks, np.int64)))
@@ -154,9 +153,9 @@ class Runner:
         return self._layers(self._model.embed(batch.tokens_T), prepared)
 
     def _sample(self, step: int, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
-        assert batch.last_row_R is not None and batch.sampling is not None
-        if len(batch.last_row_R) < len(hidden_TE):
-            hidden_TE = hidden_TE.index_select(0, batch.last_row_R)
+        assert batch.sampling is not None
+        if len(batch.sampled) < batch.num_tokens:
+            hidden_TE = hidden_TE.index_select(0, self._device.tensor(batch.last_row_R))
         logits_RV = self._model.logits(hidden_TE)
         wanted = []  # rows of R whose request asked for logprobs
         for index, request in enumerate(batch.sampled):

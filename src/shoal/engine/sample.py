@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.device import Device
-from shoal.engine.kernels.library import Kernels
+from shoal.engine.kernels.library import Kernels, address
 from shoal.engine.kernels.library import Sampling as Settings
 
 GREEDY_BELOW = 1e-5  # temperatures under this mean greedy
@@ -137,17 +137,17 @@ def _noise_keys(batch: SamplingBatch, where: np.ndarray, device: Device) -> Tens
 
 
 def _draw_by_kernel(logits_RV: Tensor, batch: SamplingBatch, device: Device, kernels: Kernels) -> Tensor:
-    logits_RV = logits_RV.float().contiguous()  # as the model gives them already
+    if logits_RV.dtype != torch.float32:
+        logits_RV = logits_RV.float()
+    assert logits_RV.is_contiguous()
     filters = (batch.temperature_R, batch.top_p_R, batch.min_p_R, batch.top_k_R)
     keys_R = None
     if (batch.temperature_R >= GREEDY_BELOW).any():
         keys_R = noise_keys(*map(device.tensor, (batch.seed_R, batch.choice_R, batch.position_R)))
-    settings = Settings(
-        *[column.ctypes.data for column in filters], None if keys_R is None else keys_R.data_ptr(), GREEDY_BELOW
-    )
-    tokens_R = torch.empty(len(logits_RV), dtype=torch.int64)
-    kernels.sample(logits_RV.data_ptr(), *logits_RV.shape, settings, tokens_R.data_ptr())
-    return tokens_R
+    settings = Settings(*map(address, filters), None if keys_R is None else keys_R.data_ptr(), GREEDY_BELOW)
+    tokens_R = np.empty(len(logits_RV), np.int64)
+    kernels.sample(logits_RV.data_ptr(), *logits_RV.shape, settings, address(tokens_R))
+    return torch.from_numpy(tokens_R)
 
 
 def _draw_unfiltered(scaled_RV: Tensor, keys_R: Tensor, *_: object) -> Tensor:

@@ -6,7 +6,15 @@ import ctypes
 from ctypes import POINTER, c_float, c_int, c_int32, c_void_p
 from typing import Any
 
+import numpy as np
+
 from shoal.engine.kernels.build import Unavailable, library
+
+
+def address(array: np.ndarray) -> int:
+    """Where a contiguous array's memory begins. `array.ctypes.data` is the same number, by way of much Python."""
+    place: int = array.__array_interface__["data"][0]
+    return place
 
 
 class Linear(ctypes.Structure):

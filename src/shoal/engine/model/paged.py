@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.device import Device
-from shoal.engine.kernels.library import Attention, Kernels, Layer, Step
+from shoal.engine.kernels.library import Attention, Kernels, Layer, Step, address
 from shoal.engine.kvstore import KVStore
 from shoal.engine.model.config import ModelConfig
 from shoal.engine.model.rope import Angles
@@ -53,7 +53,7 @@ class PagedAttention:
             device.kernels.threads,
             config.norm_eps,
         )
-        self._norms = norms  # kept alive
+        self._kept = store, norms  # what the layers point to
         self.layers = [
             Layer(None, store.layer(index).data_ptr(), *(None if norm is None else norm.data_ptr() for norm in pair))
             for index, pair in enumerate(norms)
@@ -67,16 +67,16 @@ class PagedAttention:
         writes = np.empty((tiles, 3), np.int32)
         angles_PD = self._angles.table(int((spans.start_S + spans.length_S).max()))
         step = Step(
-            *(array.ctypes.data for array in spans),
+            *map(address, spans),
             *spans.table_SB.shape,
             angles_PD.data_ptr(),
-            tasks.ctypes.data,
-            writes.ctypes.data,
+            address(tasks),
+            address(writes),
         )
         self._kernels.plan_attention(ctypes.byref(shape), ctypes.byref(step))
         results = np.empty((step.num_slots, _LANES * (2 + shape.head_size)), np.float32)
         done = np.zeros(step.num_slots, np.int32)
-        step.results, step.done = results.ctypes.data, done.ctypes.data
+        step.results, step.done = address(results), address(done)
         return Prepared(step, (spans, tasks, writes, angles_PD, results, done))
 
     def attend(self, layer: int, qkv_TP: Tensor, prepared: Prepared) -> Tensor:
