@@ -15,7 +15,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -290,10 +289,10 @@ private:
 
     // Of the tasks that share the context, to be done.
     bool is_last() const {
-        std::atomic_ref<int32_t> done(step.done[task.slot]);
+        int32_t& done = step.done[task.slot];
         const int mine = task.end_chunk - task.first_chunk;
-        if (done.fetch_add(mine, std::memory_order_acq_rel) + mine < num_chunks) return false;
-        done.store(0, std::memory_order_relaxed);  // for the next layer
+        if (__atomic_add_fetch(&done, mine, __ATOMIC_ACQ_REL) < num_chunks) return false;
+        done = 0;  // for the next layer
         return true;
     }
 
