@@ -55,3 +55,36 @@ def test_places_of_tokens_follow_block_and_offset(table: RequestTable) -> None:
 def test_a_plan_without_slices_is_an_empty_batch(table: RequestTable) -> None:
     batch = build(table, [], [], [])
     assert [column.shape for column in batch.spans] == [(0,), (0,), (0,), (0, 0)]
+
+
+def test_settings_follow_who_samples(table: RequestTable) -> None:
+    """They are kept from step to step as long as the same requests sample, in the same order."""
+    temperatures = {"a": 0.0, "b": 0.5, "c": 1.0}
+    admits = [
+        Admit(name, (1, 2), 2, 0, (block,), Sampling(temperature=temperature, seed=block), block, 0, ())
+        for block, (name, temperature) in enumerate(temperatures.items())
+    ]
+
+    def settings(names: str, start: int, admits: list[Admit], leaves: list[str]) -> list[list[float]]:
+        sampling = build(table, [Slice(name, start, 1, (), -1, True) for name in names], admits, leaves).sampling
+        assert sampling is not None
+        columns = (sampling.temperature_R, sampling.seed_R, sampling.choice_R, sampling.position_R)
+        return [column.tolist() for column in columns]
+
+    assert settings("abc", 2, admits, []) == [[0, 0.5, 1], [0, 1, 2], [0, 1, 2], [3, 3, 3]]
+    assert settings("abc", 3, [], []) == [[0, 0.5, 1], [0, 1, 2], [0, 1, 2], [4, 4, 4]]
+    assert settings("cb", 4, [], []) == [[1, 0.5], [2, 1], [2, 1], [5, 5]]
+    again = admits[2]._replace(sampling=Sampling(temperature=2, seed=7))
+    assert settings("cb", 5, [again], ["c"]) == [[2, 0.5], [7, 1], [2, 1], [6, 6]]
+
+
+def test_bans_and_histories_move_on_with_each_step(table: RequestTable) -> None:
+    """Stop tokens are banned until two outputs are there; what a penalty looks at grows by a token a step."""
+    sampling = Sampling(temperature=0, presence_penalty=1.0)
+    admits = [Admit("a", (1, 2), 2, 0, (0,), sampling, 0, 2, (9,))]
+    seen = []
+    for start in (1, 2, 3):
+        batch = build(table, [Slice("a", start, 1, (), -1, True)], admits if start == 1 else [], [])
+        assert batch.sampling is not None and batch.sampling.history is not None
+        seen.append((batch.sampling.banned[1].tolist(), batch.sampling.history.lengths_P.tolist()))
+    assert seen == [([9], [2]), ([9], [3]), ([], [4])]

@@ -23,11 +23,11 @@ from shoal.engine.sample import History, SamplingBatch
 
 # Columns of the table: attributes of Sampling, then the table's own. Their order is that of the matrices' first axis.
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTEGERS = ("top_k", "seed", "choice", "num_prompt")
+_INTEGERS = ("top_k", "seed", "choice")
 _NO_IDS, _NO_VALUES = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """What the host knows of one request."""
 
@@ -38,7 +38,8 @@ class Row:
     min_tokens: int
     bias: tuple[np.ndarray, np.ndarray]  # token ids, values
     stop_ids: np.ndarray
-    steered: bool  # some logits have to be changed: there is a bias, or stop tokens wait for min_tokens
+    steered: bool  # there is a bias, or stop tokens wait for min_tokens
+    penalised: bool
     num_blocks: int = 0
     sampled_step: int = -1  # the last step that sampled for it
 
@@ -66,6 +67,8 @@ class RequestTable:
         self._integers = np.zeros((len(_INTEGERS), 0), np.int64)
         self._blocks = np.zeros((0, 1), np.int32)  # [row, block of the table]; 0 beyond a table's end
         self._tokens = device.zeros((0, 1), torch.int64)  # [row, position]
+        self._sampled: list[Row] = []  # in the last step; mostly the same ones as in the next
+        self._settings = self._settings_of([])
 
     def build(self, plan: StepPlan) -> Batch:
         """Applies leaves, admits and new blocks, in this order; then the step's tensors."""
@@ -114,11 +117,12 @@ class RequestTable:
             bias=(np.array([t for t, _ in bias], np.int64), np.array([v for _, v in bias], np.float32)),
             stop_ids=np.array(stop_ids, np.int64),
             steered=bool(bias or (stop_ids and admit.min_tokens)),
+            penalised=(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1, 0, 0),
         )
         self.rows[admit.id] = row
         self._floats[:, row.index] = [getattr(sampling, name) for name in _FLOATS]
         seed = (sampling.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # its low 64 bits, as a signed number
-        self._integers[:, row.index] = (sampling.top_k, seed, admit.choice, admit.num_prompt)
+        self._integers[:, row.index] = (sampling.top_k, seed, admit.choice)
         self._append_blocks(row, admit.blocks)
         self._widen_tokens(len(admit.tokens))
         self._tokens[row.index, : len(admit.tokens)] = self._device.tensor(np.array(admit.tokens, np.int64))
@@ -151,55 +155,60 @@ class RequestTable:
     # -- the step's tensors --------------------------------------------------------------------------------------------
 
     def _batch(self, plan: StepPlan, fresh: list[int]) -> Batch:
-        rows, sampled = self._rows_of(plan)
-        index_S = np.array([row.index for row in rows], np.int64)
-        start_S = np.array([piece.start for piece in plan.slices], np.int64)
-        count_S = np.array([piece.count for piece in plan.slices], np.int64)
-        first_S = count_S.cumsum() - count_S  # of T
-        end_S = start_S + count_S
-        width = self._tokens.shape[1]
-        place_S = index_S * width + start_S  # of each slice's first token in the table of tokens
-        num_tokens = int(count_S.sum())
-        if num_tokens == len(rows):  # the usual step: one token each
-            place_T = place_S
-        else:
-            place_T = (place_S - first_S).repeat(count_S) + np.arange(num_tokens)
-        num_blocks = -(-int(end_S.max(initial=0)) // self._block_tokens)  # most that a slice needs
-        where_R = np.array(sampled, np.int64)  # of S
-        sampled_rows = [rows[place] for place in sampled]
+        """In plain Python where it can be: after a model's weights went through the caches, each kind of array
+        operation costs as much as this loop over the slices of a step."""
+        width, size = self._tokens.shape[1], self._block_tokens
+        indices: list[int] = []
+        firsts: list[int] = []  # of T
+        starts: list[int] = []
+        counts: list[int] = []
+        places: list[int] = []  # of all tokens of the step in the table of tokens
+        sampled: list[Row] = []
+        last_rows: list[int] = []
+        ends: list[int] = []  # of those that sample
+        sampled_places: list[int] = []
+        num_blocks = 0  # most that a slice needs
+        for id, start, count, _, from_step, sample in plan.slices:
+            row, end = self.rows[id], start + count
+            assert end <= row.num_blocks * size, f"{id} lacks blocks"
+            assert from_step in (-1, row.sampled_step), f"{id} did not sample last in step {from_step}"
+            indices.append(row.index)
+            firsts.append(len(places))
+            starts.append(start)
+            counts.append(count)
+            places += range(row.index * width + start, row.index * width + end)
+            num_blocks = max(num_blocks, -(-end // size))
+            if sample:
+                sampled.append(row)
+                last_rows.append(len(places) - 1)
+                ends.append(end)
+                sampled_places.append(row.index * width + end)
+        first_S, start_S, count_S = np.array((firsts, starts, counts), np.int32)
         return Batch(
-            num_tokens=num_tokens,
-            tokens_T=self._device.take(self._tokens, place_T),
+            num_tokens=len(places),
+            tokens_T=self._device.take(self._tokens, np.array(places, np.int64)),
             fresh_blocks=fresh,
-            spans=Spans(
-                first_S.astype(np.int32),
-                start_S.astype(np.int32),
-                count_S.astype(np.int32),
-                self._blocks[:, :num_blocks].take(index_S, 0),
-            ),
-            sampled=sampled_rows,
-            last_row_R=(first_S + count_S - 1).take(where_R),
-            place_R=(place_S + count_S).take(where_R),
-            sampling=self._sampling(sampled_rows, index_S.take(where_R), end_S.take(where_R)) if sampled else None,
+            spans=Spans(first_S, start_S, count_S, self._blocks[:, :num_blocks].take(np.array(indices, np.int64), 0)),
+            sampled=sampled,
+            last_row_R=np.array(last_rows, np.int64),
+            place_R=np.array(sampled_places, np.int64),
+            sampling=self._sampling(sampled, np.array(ends, np.int64)) if sampled else None,
         )
 
-    def _rows_of(self, plan: StepPlan) -> tuple[list[Row], list[int]]:
-        """The slices' rows, and which of the slices sample."""
-        rows, sampled = [], []
-        for place, (id, start, count, _, from_step, sample) in enumerate(plan.slices):
-            row = self.rows[id]
-            assert start + count <= row.num_blocks * self._block_tokens, f"{id} lacks blocks"
-            assert from_step in (-1, row.sampled_step), f"{id} did not sample last in step {from_step}"
-            rows.append(row)
-            if sample:
-                sampled.append(place)
-        return rows, sampled
+    def _sampling(self, rows: list[Row], position_R: np.ndarray) -> SamplingBatch:
+        if rows != self._sampled:
+            self._sampled, self._settings = rows, self._settings_of(rows)
+        batch = self._settings
+        batch.position_R = position_R
+        batch.bias, batch.banned = self._steering(rows, position_R)
+        batch.history = self._history(rows, position_R)
+        return batch
 
-    def _sampling(self, rows: list[Row], index_R: np.ndarray, position_R: np.ndarray) -> SamplingBatch:
+    def _settings_of(self, rows: list[Row]) -> SamplingBatch:
+        """What stays the same from step to step."""
+        index_R = np.array([row.index for row in rows], np.int64)
         temperature, top_p, min_p, repetition, presence, frequency = self._floats.take(index_R, 1)
-        top_k, seed, choice, num_prompt = self._integers.take(index_R, 1)
-        bias, banned = self._steering(rows, position_R)
-        penalised = (repetition != 1) | (presence != 0) | (frequency != 0)
+        top_k, seed, choice = self._integers.take(index_R, 1)
         return SamplingBatch(
             temperature_R=temperature,
             top_p_R=top_p,
@@ -210,10 +219,10 @@ class RequestTable:
             frequency_R=frequency,
             seed_R=seed,
             choice_R=choice,
-            position_R=position_R,
-            bias=bias,
-            banned=banned,
-            history=self._history(penalised, index_R, position_R, num_prompt) if penalised.any() else None,
+            position_R=_NO_IDS,
+            bias=(_NO_IDS, _NO_IDS, _NO_VALUES),
+            banned=(_NO_IDS, _NO_IDS),
+            history=None,
         )
 
     @staticmethod
@@ -221,11 +230,13 @@ class RequestTable:
         rows: list[Row], position_R: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
         """`bias` and `banned` of a SamplingBatch."""
+        steered = [place for place, row in enumerate(rows) if row.steered]
+        if not steered:
+            return (_NO_IDS, _NO_IDS, _NO_VALUES), (_NO_IDS, _NO_IDS)
         where_bias, ids_bias, values = [_NO_IDS], [_NO_IDS], [_NO_VALUES]
         where_banned, ids_banned = [_NO_IDS], [_NO_IDS]
-        for place, row in enumerate(rows):
-            if not row.steered:
-                continue
+        for place in steered:
+            row = rows[place]
             where_bias.append(np.full(len(row.bias[0]), place))
             ids_bias.append(row.bias[0])
             values.append(row.bias[1])
@@ -235,10 +246,13 @@ class RequestTable:
         bias = (np.concatenate(where_bias), np.concatenate(ids_bias), np.concatenate(values))
         return bias, (np.concatenate(where_banned), np.concatenate(ids_banned))
 
-    def _history(
-        self, penalised_R: np.ndarray, index_R: np.ndarray, length_R: np.ndarray, num_prompt_R: np.ndarray
-    ) -> History:
-        rows_P = np.flatnonzero(penalised_R)
-        longest = int(length_R[rows_P].max())
-        tokens_PL = self._tokens.index_select(0, self._device.tensor(index_R[rows_P]))[:, :longest]
-        return History(rows_P, tokens_PL, length_R[rows_P], num_prompt_R[rows_P])
+    def _history(self, rows: list[Row], length_R: np.ndarray) -> History | None:
+        places = [place for place, row in enumerate(rows) if row.penalised]
+        if not places:
+            return None
+        rows_P = np.array(places, np.int64)
+        length_P = length_R[rows_P]
+        index_P = np.array([rows[place].index for place in places], np.int64)
+        num_prompt_P = np.array([rows[place].num_prompt for place in places], np.int64)
+        tokens_PL = self._tokens.index_select(0, self._device.tensor(index_P))[:, : int(length_P.max())]
+        return History(rows_P, tokens_PL, length_P, num_prompt_P)

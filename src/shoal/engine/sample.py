@@ -64,6 +64,7 @@ class SamplingBatch:
     bias: tuple[np.ndarray, np.ndarray, np.ndarray]  # rows, token ids, values to add
     banned: tuple[np.ndarray, np.ndarray]  # rows, token ids: stop tokens before min_tokens
     history: History | None
+    for_kernel: tuple[Settings, bool] | None = None  # made of the settings when first needed; whether a row is drawn
 
 
 @dataclass(slots=True)
@@ -140,14 +141,18 @@ def _draw_by_kernel(logits_RV: Tensor, batch: SamplingBatch, device: Device, ker
     if logits_RV.dtype != torch.float32:
         logits_RV = logits_RV.float()
     assert logits_RV.is_contiguous()
-    filters = (batch.temperature_R, batch.top_p_R, batch.min_p_R, batch.top_k_R)
-    keys_R = None
-    if (batch.temperature_R >= GREEDY_BELOW).any():
+    if batch.for_kernel is None:
+        filters = (batch.temperature_R, batch.top_p_R, batch.min_p_R, batch.top_k_R)
+        draws = bool((batch.temperature_R >= GREEDY_BELOW).any())
+        batch.for_kernel = Settings(*map(address, filters), None, GREEDY_BELOW), draws
+    settings, draws = batch.for_kernel
+    if draws:
         keys_R = noise_keys(*map(device.tensor, (batch.seed_R, batch.choice_R, batch.position_R)))
-    settings = Settings(*map(address, filters), None if keys_R is None else keys_R.data_ptr(), GREEDY_BELOW)
-    tokens_R = np.empty(len(logits_RV), np.int64)
-    kernels.sample(logits_RV.data_ptr(), *logits_RV.shape, settings, address(tokens_R))
-    return torch.from_numpy(tokens_R)
+        settings.keys = keys_R.data_ptr()
+    num_rows, vocab_size = logits_RV.shape
+    tokens_R = torch.empty(num_rows, dtype=torch.int64)
+    kernels.sample(logits_RV.data_ptr(), num_rows, vocab_size, settings, tokens_R.data_ptr())
+    return tokens_R
 
 
 def _draw_unfiltered(scaled_RV: Tensor, keys_R: Tensor, *_: object) -> Tensor:
