@@ -6,10 +6,10 @@
 //     keys    [t / g][D / f][g] cells, f neighbouring dims of a token in one; g = min(t, 16) tokens are a group,
 //     values  [t / f][D] cells, f neighbouring tokens in one.
 //
-// A lane is one query of one query head; 16 lanes are a tile. A task takes a few tiles of one span that share a kv head,
-// and walks over their context in chunks of 128 tokens: scores, softmax within the chunk, weighted sum of values. The
-// chunks' results are merged in their order. So a lane's result depends on nothing but its own context: not on who shares
-// the step, how its prompt was cut, which other lanes are in its task, or which threads computed its chunks.
+// A lane is one query of one query head; 16 lanes are a tile. A task takes a few tiles of one span with one kv head, and
+// walks over their context in chunks of 128 tokens: scores, softmax within the chunk, weighted sum of values. The chunks'
+// results are merged in their order. So a lane's result depends on nothing but its own context: not on who shares the
+// step, how its prompt was cut, which other lanes are in its task, or which threads computed its chunks.
 //
 // Shape letters: t tokens of a block, D head size, H query heads, K kv heads, G = H / K, S spans.
 #pragma once
@@ -35,7 +35,7 @@ struct Write {
 };
 
 struct Step {
-    const int32_t *row, *start, *length, *table;  // [S], [S], [S], [S, width]; see Spans in model/attention.py
+    const int32_t *row, *start, *length, *table;  // [S], [S], [S], [S, width]; see model/spans.py
     int32_t num_spans, width;
     const float* angles;  // [positions, D]: D / 2 cosines, D / 2 sines
     Task* tasks;
@@ -136,8 +136,8 @@ public:
         : a(a), step(step), layer(layer), task(task),
           start(step.start[task.span]), end(start + step.length[task.span]),
           num_lanes(std::min(kTiles * kLanes, step.length[task.span] * a.per_kv_head() - task.first_lane)),
-          num_tiles((num_lanes + kLanes - 1) / kLanes), scale(1.44269504f / std::sqrt(float(a.head_size))), table(step.table + size_t(task.span) * step.width),
-          unit(a, std::min(num_lanes, kLanes)) {
+          num_tiles((num_lanes + kLanes - 1) / kLanes), scale(1.44269504f / std::sqrt(float(a.head_size))),
+          table(step.table + size_t(task.span) * step.width), unit(a, std::min(num_lanes, kLanes)) {
         const int G = a.per_kv_head();
         for (int lane = 0, at = task.first_lane / G, of = task.first_lane % G; lane < num_lanes; ++lane) {
             query[lane] = at;
@@ -239,7 +239,8 @@ private:
         }
         for (int lane = 0; lane < lanes_of(tile); ++lane) {
             const float shift = seen[lane] ? result.largest[lane] : 0;
-            result.weight[lane] = soften(scores + lane * kChunk, seen[lane], shift, num_tokens, weights + lane * kChunk);
+            Operand* to = weights + lane * kChunk;
+            result.weight[lane] = soften(scores + lane * kChunk, seen[lane], shift, num_tokens, to);
         }
         unit.weigh(a, weights, pieces, num_tokens, result.sums);
     }
@@ -298,7 +299,9 @@ private:
 
     void finish_shared() const {
         for (int chunk = 1; chunk < num_chunks; ++chunk) {
-            for (int tile = first_tile(chunk); tile < num_tiles; ++tile) merge(a, lanes_of(tile), shared(0, tile), shared(chunk, tile));
+            for (int tile = first_tile(chunk); tile < num_tiles; ++tile) {
+                merge(a, lanes_of(tile), shared(0, tile), shared(chunk, tile));
+            }
         }
         for (int tile = 0; tile < num_tiles; ++tile) finish(tile, shared(0, tile));
     }
@@ -314,7 +317,7 @@ private:
     const int32_t* table;
     const Unit unit;
     Pieces<T> pieces;
-    alignas(64) Operand queries[kTiles * kLanes * kMaxHead];
+    alignas(64) Operand queries[kTiles * kLanes * kMaxHead];  // rows beyond num_lanes hold anything, and nobody looks
     alignas(64) float scores[kLanes * kChunk];
     alignas(64) Operand weights[kLanes * kChunk];
     alignas(64) T tail[kMaxUnit * kMaxHead];
@@ -349,7 +352,8 @@ inline void plan(const Attention& a, Step& step) {
             for (int head = 0; head < a.num_kv_heads; ++head) {
                 for (int part = 0; part < parts; ++part) {
                     const int first = chunks * part / parts, end = chunks * (part + 1) / parts;
-                    step.tasks[step.num_tasks++] = {span, head, lane, first, end, parts > 1 ? step.num_slots : -1, writes};
+                    const int slot = parts > 1 ? step.num_slots : -1;
+                    step.tasks[step.num_tasks++] = {span, head, lane, first, end, slot, writes};
                 }
                 step.num_slots += parts > 1 ? chunks * tiles : 0;
             }
@@ -358,7 +362,9 @@ inline void plan(const Attention& a, Step& step) {
             step.writes[step.num_writes++] = {span, query, std::min(query + kLanes, step.length[span])};
         }
     }
-    const auto longer = [](const Task& l, const Task& r) { return l.end_chunk - l.first_chunk > r.end_chunk - r.first_chunk; };
+    const auto longer = [](const Task& left, const Task& right) {
+        return left.end_chunk - left.first_chunk > right.end_chunk - right.first_chunk;
+    };
     std::sort(step.tasks, step.tasks + step.num_tasks, longer);
 }
 

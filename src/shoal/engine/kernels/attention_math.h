@@ -65,7 +65,8 @@ struct Plain {
 private:
     // out[lanes][n] = a[lanes][count · depth] · b[count][depth][n], rows of f-value cells of b stride cells apart.
     template <int n>
-    void multiply(const float* a, int lda, const T* const* b, int count, int depth, int stride, float* out, int ldo) const {
+    void multiply(const float* a, int lda, const T* const* b, int count, int depth, int stride, float* out,
+                  int ldo) const {
         for (int lane = 0; lane < num_lanes; lane += 4, a += 4 * lda, out += 4 * ldo) {
             switch (num_lanes - lane) {
                 case 1: rows<n, 1>(a, lda, b, count, depth, stride, out, ldo); break;
@@ -77,7 +78,8 @@ private:
     }
 
     template <int n, int lanes>
-    static void rows(const float* a, int lda, const T* const* b, int count, int depth, int stride, float* out, int ldo) {
+    static void rows(const float* a, int lda, const T* const* b, int count, int depth, int stride, float* out,
+                     int ldo) {
         using Row = typename Vector<n>::Floats;
         using RowCells = typename Vector<n>::Cells;
         Row even[lanes] = {}, odd[lanes] = {};
@@ -172,7 +174,8 @@ private:
     }
 
     template <int columns>
-    void weigh_of(const Attention& a, const bf16* p, const Pieces<bf16>& pieces, int num_units, int d, float* sums) const {
+    void weigh_of(const Attention& a, const bf16* p, const Pieces<bf16>& pieces, int num_units, int d,
+                  float* sums) const {
         const int unit = a.unit(), stride = a.head_size * 4;
         _tile_zero(4);
         if constexpr (columns == 2) _tile_zero(5);
