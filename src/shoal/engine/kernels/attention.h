@@ -6,9 +6,9 @@
 //     keys    [t / g][D / f][g] cells, f neighbouring dims of a token in one; g = min(t, 16) tokens are a group,
 //     values  [t / f][D] cells, f neighbouring tokens in one.
 //
-// A lane is one query of one query head; 16 lanes are a tile. A task takes a few tiles of one span with one kv head, and
-// walks over their context in chunks of 128 tokens: scores, softmax within the chunk, weighted sum of values. The chunks'
-// results are merged in their order. So a lane's result depends on nothing but its own context: not on who shares the
+// A lane is one query of one query head; 16 lanes are a tile. A task takes a few tiles of one span and kv head, and walks
+// over their context in chunks of 128 tokens: scores, softmax within the chunk, weighted sum of values. The results of
+// chunks are merged in their order. So a lane's result depends on nothing but its own context: not on who shares the
 // step, how its prompt was cut, which other lanes are in its task, or which threads computed its chunks.
 //
 // Shape letters: t tokens of a block, D head size, H query heads, K kv heads, G = H / K, S spans.
@@ -52,7 +52,7 @@ struct Layer {
     void* out;  // [T, H · D]
 };
 
-// -- rows of the step --------------------------------------------------------------------------------------------------
+// -- rows of the step -------------------------------------------------------------------------------------------------
 
 // to[D] = x, normed where there is a weight, with pairs (i, i + D / 2) turned by their angles.
 template <class T, class U>
@@ -101,7 +101,7 @@ void write(const Attention& a, const Step& step, const Layer& layer, const Write
     }
 }
 
-// -- a task ------------------------------------------------------------------------------------------------------------
+// -- a task -----------------------------------------------------------------------------------------------------------
 
 // Of a tile over a chunk or several: per lane the largest score (times log2 e), the sum of weights 2^(score - largest),
 // and the sum of values so weighted.
@@ -323,7 +323,7 @@ private:
     alignas(64) T tail[kMaxUnit * kMaxHead];
 };
 
-// -- a step ------------------------------------------------------------------------------------------------------------
+// -- a step -----------------------------------------------------------------------------------------------------------
 
 // Fills tasks, the longest first, writes, and their numbers. A context that is much of the step's work is shared by
 // several tasks. There is room for K tasks per 16 lanes and 8 more per thread, and for a write per 16 lanes.
