@@ -90,7 +90,6 @@ class _Caller:
             publish=self._on_turn,
             announce=lambda predicted_ns: None,
             failed=self._on_failure,
-            steps_in_flight=limits.max_steps_in_flight,
         )
 
     def run(self) -> Run:

@@ -155,7 +155,6 @@ class LLM:
                 publish=self._publish,
                 announce=lambda predicted_ns: None,
                 failed=lambda error: None,  # every stream has been told, and the thread ends
-                steps_in_flight=parts.steps_in_flight,
             )
         except BaseException as error:
             loaded.set_exception(error)

@@ -36,7 +36,6 @@ async def engine(script: Script = ENDLESS, cost: StepCost | None = None) -> Asyn
         publish=lambda turn: post(server.on_turn, turn),
         announce=lambda predicted_ns: post(server.on_announce, predicted_ns),
         failed=lambda error: None,
-        steps_in_flight=script.steps_in_flight,
     )
 
     def post(callback: object, argument: object) -> None:

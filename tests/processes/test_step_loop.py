@@ -24,7 +24,7 @@ SESSION = 1
 class Driver:
     """Records what a loop says; the step thread may be stopped at the runner's gate."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, steps_in_flight: int = 1) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.turns: list[Turn] = []
         self.announced: list[int] = []
         self.failures: list[BaseException] = []
@@ -35,7 +35,6 @@ class Driver:
             publish=self.turns.append,
             announce=self.announced.append,
             failed=self.failures.append,
-            steps_in_flight=steps_in_flight,
             clock=lambda: self.now_ns,
         )
         self.thread = threading.Thread(target=self.steps.run, daemon=True)
@@ -80,7 +79,7 @@ class Gate:
 def driven(script: Script, *, gated: bool = False, cost: StepCost | None = None) -> Iterator[tuple[Driver, Gate]]:
     made = parts(script, cost=cost)
     gate = Gate(made.runner)
-    driver = Driver(gate if gated else made.runner, made.scheduler, script.steps_in_flight)
+    driver = Driver(gate if gated else made.runner, made.scheduler)
     driver.thread.start()
     try:
         yield driver, gate
@@ -240,7 +239,7 @@ def test_short_steps_are_not_announced() -> None:
 def test_with_two_steps_in_flight_the_second_is_launched_before_the_first_returns() -> None:
     made = parts(Script(steps_in_flight=2))
     gate = Gate(made.runner)
-    driver = Driver(gate, made.scheduler, 2)
+    driver = Driver(gate, made.scheduler)
     driver.thread.start()
     driver.steps.submit(SESSION, [spec("a", max_tokens=10)])
     wait_until(lambda: gate.num_launched == 2)

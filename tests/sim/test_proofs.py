@@ -108,7 +108,6 @@ class Client:
             publish=self.on_turn,
             announce=lambda predicted_ns: None,
             failed=self.on_failure,
-            steps_in_flight=in_flight,
         )
         thread = threading.Thread(target=self.loop.run, name="steps", daemon=True)
         self.send(0)

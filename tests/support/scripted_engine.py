@@ -53,7 +53,6 @@ def parts(script: Script, engine: Engine | None = None, cost: StepCost | None = 
             vocab_size=script.vocab_size,
         ),
         costs=lambda: tuple(cost.coefficients),
-        steps_in_flight=script.steps_in_flight,
         closing=scheduler.check,  # a broken invariant is an exit status that is not 0
     )
 

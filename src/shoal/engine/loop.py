@@ -86,7 +86,6 @@ class StepLoop:
         publish: Callable[[Turn], None],
         announce: Callable[[int], None],
         failed: Callable[[BaseException], None],
-        steps_in_flight: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._scheduler = scheduler
@@ -94,7 +93,6 @@ class StepLoop:
         self._publish = publish
         self._announce = announce
         self._failed = failed
-        self._steps_in_flight = steps_in_flight
         self._clock = clock
         self._view = scheduler.view()
         self._changed = threading.Condition()
@@ -223,7 +221,7 @@ class StepLoop:
 
     def _launch_steps(self) -> bool:
         launched = False
-        while len(self._in_flight) < self._steps_in_flight:
+        while len(self._in_flight) < self._scheduler.limits.max_steps_in_flight:
             plan = self._scheduler.plan(self._clock())
             if plan is None:
                 break

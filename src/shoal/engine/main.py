@@ -75,7 +75,6 @@ def build(model_dir: Path, config: EngineConfig, served_name: str) -> Parts:
             vocab_size=runner.vocab_size,
         ),
         costs=lambda: cost.coefficients,
-        steps_in_flight=config.steps_in_flight,
         closing=close,
     )
 

@@ -41,7 +41,6 @@ class Parts:
     scheduler: Planner
     info: EngineInfo
     costs: Callable[[], tuple[float, ...]] = tuple
-    steps_in_flight: int = 1
     closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more
 
 
@@ -136,7 +135,6 @@ class Engine:
                 publish=lambda turn: self._post(self._on_turn, turn),
                 announce=lambda predicted_ns: self._post(self._on_announce, predicted_ns),
                 failed=lambda error: self._post(self._end, 1),
-                steps_in_flight=parts.steps_in_flight,
             )
         except Exception as e:
             known = isinstance(e, ValueError | OSError)  # something that the user can change: the message says it

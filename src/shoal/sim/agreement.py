@@ -82,7 +82,6 @@ def _simulate(run: Run) -> list[Call]:
         recorder(run.header, lines),
         Recorded(run.calls),
         agenda,
-        steps_in_flight=run.header.limits.max_steps_in_flight,
         tell=lambda events: None,
     )
     for call in run.calls:

@@ -57,8 +57,7 @@ def simulate(load: Trace, limits: Limits, machine: StepCost, *, seed: int = 0) -
     agenda = Agenda()
     scheduler = Scheduler(limits, hash_root=root_key("simulated", "none", "none", limits.block_tokens))
     clients = _Clients(load, agenda, limits.vocab_size, Random(f"{seed}/tokens"))
-    in_flight = limits.max_steps_in_flight
-    clients.start(Replica(scheduler, Modelled(machine), agenda, steps_in_flight=in_flight, tell=clients.hear))
+    clients.start(Replica(scheduler, Modelled(machine), agenda, tell=clients.hear))
     agenda.run()
     scheduler.check()
     view = scheduler.view()

@@ -58,13 +58,11 @@ class Replica:
         machine: Machine,
         agenda: Agenda,
         *,
-        steps_in_flight: int,
         tell: Callable[[Iterable[Event | Refused]], None],
     ) -> None:
         self._planner = planner
         self._machine = machine
         self._agenda = agenda
-        self._steps_in_flight = steps_in_flight
         self._tell = tell
         self._submits: list[RequestSpec] = []
         self._aborts: list[str] = []
@@ -113,7 +111,7 @@ class Replica:
 
     def _launch(self) -> None:
         now_ns = self._agenda.now_ns
-        while len(self._in_flight) < self._steps_in_flight:
+        while len(self._in_flight) < self._planner.limits.max_steps_in_flight:
             plan = self._planner.plan(now_ns)
             if plan is None:
                 return

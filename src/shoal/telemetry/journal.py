@@ -105,6 +105,10 @@ class Recorder:
         self._sink = sink
         self._write(Header(VERSION, scheduler.limits, hash_root, scheduler.cost.coefficients))
 
+    @property
+    def limits(self) -> Limits:
+        return self._scheduler.limits
+
     def submit(self, spec: RequestSpec, now_ns: int) -> Accepted | Refused:
         try:
             answer = self._scheduler.submit(spec, now_ns)
