@@ -14,7 +14,7 @@ class Limits:
     block_tokens: int = 16
     max_num_seqs: int = 64  # most requests in a step
     max_num_batched_tokens: int = 2048  # most tokens in a step
-    max_prefill_chunk: int = 512  # most tokens of one request in a step; 0: no cap
+    max_prefill_chunk: int = 1536  # most tokens of one request in a step; 0: no cap
     max_queue: int = 1024  # most requests that wait
     max_step_ns: int = 500_000_000  # no step is planned longer, unless one token alone takes that long
     prefix_caching: bool = True

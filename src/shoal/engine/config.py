@@ -43,7 +43,7 @@ class EngineConfig:
             extra_json_schema={"unit": "tokens"},
             description="most new tokens of one request in a step; 0: no cap",
         ),
-    ] = 512
+    ] = 1536
     max_step_ms: Annotated[
         int, Meta(ge=1, le=60_000, extra_json_schema={"unit": "ms"}, description="no step is planned longer than this")
     ] = 500

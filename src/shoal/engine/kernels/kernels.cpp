@@ -11,7 +11,8 @@ void shoal_threads(int count) { shoal::Pool::get().grow(count); }
 #ifdef SHOAL_LINEAR
 int shoal_has_linear() { return 1; }
 
-void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal::bf16* norm, int rows, int epilogue, void* out) {
+void shoal_linear(const shoal::Linear* linear, const shoal::bf16* x, const shoal::bf16* norm, int rows, int epilogue,
+                  void* out) {
     shoal::linear(*linear, {x, norm, rows, epilogue, out});
 }
 

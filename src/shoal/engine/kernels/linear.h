@@ -117,7 +117,8 @@ inline void norm_row(const bf16* x, const bf16* weight, float epsilon, int k, in
     for (i = 0; i < depth; i += 16) {
         const __mmask16 mask = i + 16 <= k ? 0xffff : i < k ? (1u << (k - i)) - 1 : 0;
         const auto widened = [&](const bf16* p) {
-            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p + i)), 16));
+            const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p + i));
+            return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
         };
         store_bf16(out + i, _mm512_mul_ps(_mm512_mul_ps(widened(x), factor), widened(weight)));
     }
@@ -139,10 +140,16 @@ struct Job {
     int lda, depth;     // values per row of a; k rounded up
 };
 
+// Weights that the processor shall fetch meanwhile, a share in each step over k.
+struct Ahead {
+    const char* from;
+    int bytes;  // per step
+};
+
 #ifdef __AMX_BF16__
-// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32]. kFetch: W is read for the first time.
-template <int kTilesA, bool kFetch>
-void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, float* sums) {
+// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32]. kSoon: what is ahead is needed in this pass.
+template <int kTilesA, bool kSoon>
+void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, Ahead ahead, float* sums) {
     asm volatile("" ::: "memory");  // the tile instructions do not tell the compiler what they read
     _tile_zero(0);
     _tile_zero(1);
@@ -150,11 +157,9 @@ void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, floa
         _tile_zero(2);
         _tile_zero(3);
     }
-    constexpr int kAhead = 8192;  // bytes: the next four steps' weights are under way
-    for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock) {
-        for (int line = 0; kFetch && line < 2 * kTileBytes; line += 64) {
-            _mm_prefetch((const char*)block + kAhead + line, _MM_HINT_T0);
-        }
+    const int bytes = kSoon ? 2 * kTileBytes : ahead.bytes;
+    for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock, ahead.from += bytes) {
+        for (int line = 0; line < bytes; line += 64) _mm_prefetch(ahead.from + line, kSoon ? _MM_HINT_T0 : _MM_HINT_T1);
         _tile_loadd(4, block, 64);
         _tile_loadd(5, block + kDepth * kTile, 64);
         _tile_loadd(6, a + k, lda * 2);
@@ -201,12 +206,13 @@ inline void multiply_on_vectors(const bf16* a, int lda, const bf16* block, int d
     }
 }
 
-inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int rows, [[maybe_unused]] bool fetch, float* sums) {
+inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int rows, [[maybe_unused]] Ahead ahead,
+                     [[maybe_unused]] bool soon, float* sums) {
 #ifdef __AMX_BF16__
     if (have_matrix_unit()) {
-        const auto on_unit = rows > kTile ? (fetch ? multiply_on_unit<2, true> : multiply_on_unit<2, false>)
-                                          : (fetch ? multiply_on_unit<1, true> : multiply_on_unit<1, false>);
-        return on_unit(a, lda, block, depth, sums);
+        const auto on_unit = rows > kTile ? (soon ? multiply_on_unit<2, true> : multiply_on_unit<2, false>)
+                                          : (soon ? multiply_on_unit<1, true> : multiply_on_unit<1, false>);
+        return on_unit(a, lda, block, depth, ahead, sums);
     }
 #endif
     multiply_on_vectors(a, lda, block, depth, rows, sums);
@@ -231,9 +237,10 @@ inline void finish_row(const Job& job, int row, int n, const float* sums) {
     if (job.call.epilogue == kSilu) {
         const int column = n / 2;
         const __mmask16 mask = column + 16 <= width ? 0xffff : (1u << (width - column)) - 1;
-        const __m512 sigmoid = _mm512_div_ps(_mm512_set1_ps(1), _mm512_add_ps(_mm512_set1_ps(1), exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), value[0]))));
-        const __m512 result = _mm512_mul_ps(_mm512_mul_ps(value[0], sigmoid), value[1]);
-        _mm256_mask_storeu_epi16((bf16*)job.call.out + size_t(row) * width + column, mask, (__m256i)_mm512_cvtneps_pbh(result));
+        const __m512 one = _mm512_set1_ps(1), minus = _mm512_sub_ps(_mm512_setzero_ps(), value[0]);
+        const __m512 sigmoid = _mm512_div_ps(one, _mm512_add_ps(one, exp_ps(minus)));
+        const auto result = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_mul_ps(value[0], sigmoid), value[1]));
+        _mm256_mask_storeu_epi16((bf16*)job.call.out + size_t(row) * width + column, mask, result);
         return;
     }
     for (int half = 0; half < 2; ++half) {
@@ -241,7 +248,8 @@ inline void finish_row(const Job& job, int row, int n, const float* sums) {
         if (column >= width) return;
         const __mmask16 mask = column + 16 <= width ? 0xffff : (1u << (width - column)) - 1;
         if (job.call.epilogue == kFloat) {
-            store_float((float*)job.call.out + size_t(row) * width + column, mask, value[half], job.call.rows > kTile / 4);
+            float* out = (float*)job.call.out + size_t(row) * width + column;
+            store_float(out, mask, value[half], job.call.rows > kTile / 4);
             continue;
         }
         bf16* out = (bf16*)job.call.out + size_t(row) * width + column;
@@ -253,23 +261,30 @@ inline void finish_row(const Job& job, int row, int n, const float* sums) {
     }
 }
 
-inline void run_block(const Job& job, int block, int first_row, int end_row) {
+// `next` is the block that this thread will most likely take next. It is brought into the second cache while the rows of
+// this one are computed; where that is a single pass, the weights of a few steps later are brought into the first.
+inline void run_block(const Job& job, int block, int next, int first_row, int end_row) {
     alignas(64) float sums[2 * kTile * kBlock];
     static thread_local std::vector<bf16> widened;
     const size_t values = size_t(job.depth) * kBlock;
-    const bf16* weights;
+    const size_t bytes = values * (job.linear.scale ? sizeof(int8_t) : sizeof(bf16));
+    const auto* packed = (const char*)job.linear.packed;
+    const auto* weights = (const bf16*)(packed + block * bytes);
     if (job.linear.scale) {
         if (widened.size() < values + 32) widened.resize(values + 32);
         auto* aligned = (bf16*)((uintptr_t(widened.data()) + 63) & ~uintptr_t{63});
-        widen_block((const int8_t*)job.linear.packed + block * values, static_cast<int>(values), aligned);
+        widen_block((const int8_t*)(packed + block * bytes), static_cast<int>(values), aligned);
         weights = aligned;
-    } else {
-        weights = (const bf16*)job.linear.packed + block * values;
     }
-    for (int row = first_row; row < end_row; row += 2 * kTile) {
+    constexpr int kSoon = 8192;  // bytes: four steps
+    const int steps = job.depth / kDepth, passes = (end_row - first_row + 2 * kTile - 1) / (2 * kTile);
+    const bool soon = passes == 1 && !job.linear.scale;
+    Ahead ahead{packed + next * bytes, round_up(static_cast<int>(bytes) / (passes * steps), 64)};
+    if (soon) ahead.from = (const char*)weights + kSoon;
+    for (int row = first_row; row < end_row; row += 2 * kTile, ahead.from += steps * ahead.bytes) {
         const bf16* a = job.a + size_t(row) * job.lda;
         const int rows = std::min(2 * kTile, end_row - row);
-        multiply(a, job.lda, weights, job.depth, rows, row == first_row && !job.linear.scale, sums);
+        multiply(a, job.lda, weights, job.depth, rows, ahead, soon, sums);
         for (int r = 0; r < rows; ++r) finish_row(job, row + r, block * kBlock, sums + r * kBlock);
     }
 }
@@ -310,9 +325,11 @@ inline void linear(const Linear& linear, const Call& call) {
     const int block_tasks = (blocks + per_task - 1) / per_task;
     pool.run(block_tasks * row_tasks, [&](int index, int) {
         const Tiles tiles;
-        const int first = index % block_tasks * per_task, first_row = index / block_tasks * kRowsOfTask;
-        for (int block = first; block < std::min(blocks, first + per_task); ++block) {
-            run_block(job, block, first_row, std::min(call.rows, first_row + kRowsOfTask));
+        const int first = index % block_tasks * per_task, end = std::min(blocks, first + per_task);
+        const int first_row = index / block_tasks * kRowsOfTask, end_row = std::min(call.rows, first_row + kRowsOfTask);
+        const int of_next_task = (index + pool.num_threads()) % block_tasks * per_task;
+        for (int block = first; block < end; ++block) {
+            run_block(job, block, block + 1 < end ? block + 1 : of_next_task, first_row, end_row);
         }
         _mm_sfence();  // streamed results are seen before the task is called done
     });
@@ -324,7 +341,8 @@ inline bool rows(const Linear& linear, const int64_t* ids, int count, bf16* out)
     const int depth = round_up(linear.k, kDepth);
     for (int i = 0; i < count; ++i, out += linear.k) {
         if (ids[i] < 0 || ids[i] >= linear.n) return false;
-        const size_t first = ids[i] / kBlock * size_t(depth) * kBlock + ids[i] % kBlock / kTile * kDepth * kTile + ids[i] % kTile * 2;
+        const size_t block = ids[i] / kBlock * size_t(depth) * kBlock, tile = ids[i] % kBlock / kTile * kDepth * kTile;
+        const size_t first = block + tile + ids[i] % kTile * 2;
         for (int k = 0; k < linear.k; ++k) {
             const size_t at = first + size_t(k / kDepth) * kDepth * kBlock + k % kDepth / 2 * kDepth + k % 2;
             if (linear.scale) out[k] = round_to_bf16(((const int8_t*)linear.packed)[at] * linear.scale[ids[i]]);
