@@ -48,8 +48,8 @@ def test_a_table_row_holds_nothing_of_its_last_owner(table: RequestTable) -> Non
 def test_places_of_tokens_follow_block_and_offset(table: RequestTable) -> None:
     batch = build(table, [Slice("a", 14, 4, (), -1, True)], [admit("a", 20, (7, 5))], [])
     assert batch.tokens_T.tolist() == [14, 15, 16, 17]
-    assert len(batch.last_row_R) == 1
-    assert batch.last_row_R.tolist() == [3]
+
+    assert batch.last_rows_R == [3]
 
 
 def test_a_plan_without_slices_is_an_empty_batch(table: RequestTable) -> None:

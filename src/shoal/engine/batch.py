@@ -51,8 +51,8 @@ class Batch:
     fresh_blocks: list[int]  # entered a table in this step
     spans: Spans  # one per slice
     sampled: list[Row]  # those that sample, in the order of slices
-    last_row_R: np.ndarray  # their last rows of T
-    place_R: np.ndarray  # of the sampled ids in the table of tokens
+    last_rows_R: list[int]  # of T
+    places_R: list[int]  # of the sampled ids in the table of tokens
     sampling: SamplingBatch | None  # where any samples
 
 
@@ -66,7 +66,7 @@ class RequestTable:
         self._floats = np.zeros((len(_FLOATS), 0), np.float32)
         self._integers = np.zeros((len(_INTEGERS), 0), np.int64)
         self._blocks = np.zeros((0, 1), np.int32)  # [row, block of the table]; 0 beyond a table's end
-        self._tokens = device.zeros((0, 1), torch.int64)  # [row, position]
+        self._hold_tokens(device.zeros((0, 1), torch.int64))
         self._sampled: list[Row] = []  # in the last step; mostly the same ones as in the next
         self._settings = self._settings_of([])
 
@@ -88,7 +88,11 @@ class RequestTable:
         """Puts sampled ids at their positions, where the next step finds them."""
         for row in batch.sampled:
             row.sampled_step = step
-        self._device.put(self._tokens, batch.place_R, tokens_R)
+        if self._cells is None:
+            self._tokens.view(-1).index_copy_(0, self._device.tensor(np.array(batch.places_R, np.int64)), tokens_R)
+            return
+        for place, token in zip(batch.places_R, tokens_R.tolist(), strict=True):
+            self._cells[place] = token
 
     def tokens(self, request: str, start: int, end: int) -> Tensor:
         return self._tokens[self.rows[request].index, start:end]
@@ -137,11 +141,15 @@ class RequestTable:
         row.num_blocks = end
         self._widen_tokens(end * self._block_tokens + 1)  # and the token sampled after the last block's last
 
+    def _hold_tokens(self, tokens: Tensor) -> None:
+        self._tokens = tokens  # [row, position]
+        self._cells = self._device.cells(tokens)
+
     def _widen_tokens(self, width: int) -> None:
         if width > self._tokens.shape[1]:
             wider = self._device.zeros((len(self._tokens), 2 * width), torch.int64)
             wider[:, : self._tokens.shape[1]] = self._tokens
-            self._tokens = wider
+            self._hold_tokens(wider)
 
     def _add_rows(self) -> None:
         old, new = len(self._blocks), max(16, 2 * len(self._blocks))
@@ -150,7 +158,7 @@ class RequestTable:
         self._integers = np.pad(self._integers, ((0, 0), (0, new - old)))
         self._blocks = np.concatenate((self._blocks, np.zeros((new - old, self._blocks.shape[1]), np.int32)))
         more = self._device.zeros((new - old, self._tokens.shape[1]), torch.int64)
-        self._tokens = torch.cat((self._tokens, more))
+        self._hold_tokens(torch.cat((self._tokens, more)))
 
     # -- the step's tensors --------------------------------------------------------------------------------------------
 
@@ -186,14 +194,20 @@ class RequestTable:
         first_S, start_S, count_S = np.array((firsts, starts, counts), np.int32)
         return Batch(
             num_tokens=len(places),
-            tokens_T=self._device.take(self._tokens, np.array(places, np.int64)),
+            tokens_T=self._tokens_at(places),
             fresh_blocks=fresh,
             spans=Spans(first_S, start_S, count_S, self._blocks[:, :num_blocks].take(np.array(indices, np.int64), 0)),
             sampled=sampled,
-            last_row_R=np.array(last_rows, np.int64),
-            place_R=np.array(sampled_places, np.int64),
+            last_rows_R=last_rows,
+            places_R=sampled_places,
             sampling=self._sampling(sampled, np.array(ends, np.int64)) if sampled else None,
         )
+
+    def _tokens_at(self, places_T: list[int]) -> Tensor:
+        cells = self._cells
+        if cells is None:
+            return self._tokens.view(-1).index_select(0, self._device.tensor(np.array(places_T, np.int64)))
+        return torch.from_numpy(np.array([cells[place] for place in places_T], np.int64))
 
     def _sampling(self, rows: list[Row], position_R: np.ndarray) -> SamplingBatch:
         if rows != self._sampled:

@@ -53,19 +53,9 @@ class Device:
         tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
         return tensor.to(self.torch_device, non_blocking=True) if self.is_cuda else tensor
 
-    def take(self, table: Tensor, places_T: np.ndarray) -> Tensor:
-        """What stands at these places of a contiguous table, counted through its rows."""
-        if self.is_cuda:
-            return table.view(-1).index_select(0, self.tensor(places_T))
-        return torch.from_numpy(
-            table.numpy().reshape(-1).take(places_T)
-        )  # a step's least piece: torch's way costs more
-
-    def put(self, table: Tensor, places_T: np.ndarray, values_T: Tensor) -> None:
-        if self.is_cuda:
-            table.view(-1).index_copy_(0, self.tensor(places_T), values_T)
-        else:
-            table.numpy().reshape(-1)[places_T] = values_T.numpy()
+    def cells(self, table: Tensor) -> memoryview | None:
+        """The same memory, an int64 table's, as one row of Python numbers; None where Python cannot reach it."""
+        return None if self.is_cuda else table.numpy().reshape(-1).data
 
     def arange(self, end: int) -> Tensor:
         return torch.arange(end, device=self.torch_device)

@@ -155,7 +155,8 @@ class Runner:
     def _sample(self, step: int, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
         assert batch.sampling is not None
         if len(batch.sampled) < batch.num_tokens:
-            hidden_TE = hidden_TE.index_select(0, self._device.tensor(batch.last_row_R))
+            last_row_R = self._device.tensor(np.array(batch.last_rows_R, np.int64))
+            hidden_TE = hidden_TE.index_select(0, last_row_R)
         logits_RV = self._model.logits(hidden_TE)
         wanted = []  # rows of R whose request asked for logprobs
         for index, request in enumerate(batch.sampled):

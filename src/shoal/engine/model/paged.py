@@ -61,14 +61,16 @@ class PagedAttention:
 
     def prepare(self, spans: Spans) -> Prepared:
         shape = self.shape
-        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in spans)
-        tiles = int((-(-spans.length_S * (shape.num_heads // shape.num_kv_heads) // _LANES)).sum())
-        tasks = np.empty((tiles * shape.num_kv_heads + 8 * shape.num_threads, 7), np.int32)
-        writes = np.empty((tiles, 3), np.int32)
-        angles_PD = self._angles.table(int((spans.start_S + spans.length_S).max()))
+        num_spans, num_blocks = spans.table_SB.shape
+        num_rows = spans.row_S.item(-1) + spans.length_S.item(-1)
+        most_tiles = num_rows * (shape.num_heads // shape.num_kv_heads) // _LANES + num_spans
+        tasks = np.empty((most_tiles * shape.num_kv_heads + 8 * shape.num_threads, 7), np.int32)
+        writes = np.empty((most_tiles, 3), np.int32)
+        angles_PD = self._angles.table(num_blocks * shape.block_tokens)
         step = Step(
             *map(address, spans),
-            *spans.table_SB.shape,
+            num_spans,
+            num_blocks,
             angles_PD.data_ptr(),
             address(tasks),
             address(writes),
