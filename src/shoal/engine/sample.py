@@ -140,7 +140,6 @@ def _noise_keys(batch: SamplingBatch, where: np.ndarray, device: Device) -> Tens
 def _draw_by_kernel(logits_RV: Tensor, batch: SamplingBatch, device: Device, kernels: Kernels) -> Tensor:
     if logits_RV.dtype != torch.float32:
         logits_RV = logits_RV.float()
-    assert logits_RV.is_contiguous()
     if batch.for_kernel is None:
         filters = (batch.temperature_R, batch.top_p_R, batch.min_p_R, batch.top_k_R)
         draws = bool((batch.temperature_R >= GREEDY_BELOW).any())

@@ -63,36 +63,45 @@ inline float exp_negative(float x) {
     return x > -87.0f ? power * result : 0.0f;
 }
 
-inline float highest(const float* values, int count) {
-    constexpr int kWidth = 4 * kLanes;
-    float best[kWidth];
-    std::fill_n(best, kWidth, -std::numeric_limits<float>::infinity());
-    int index = 0;
-    for (; index + kWidth <= count; index += kWidth) {
-        for (int lane = 0; lane < kWidth; ++lane) {
-            best[lane] = values[index + lane] > best[lane] ? values[index + lane] : best[lane];
-        }
-    }
-    for (; index < count; ++index) best[0] = std::max(best[0], values[index]);
-    return *std::max_element(best, best + kWidth);
-}
+// The highest value, and the chunk in which it first occurs.
+struct Peak {
+    float value = -std::numeric_limits<float>::infinity();
+    int begin = 0;
+};
 
-inline int first_equal(const float* values, int count, float wanted) {
+inline Peak find_peak(const float* values, int count) {
+    Peak peak;
     for (int begin = 0; begin < count; begin += kChunk) {
         const int end = std::min(count, begin + kChunk);
-        int found = 0;
-        for (int index = begin; index < end; ++index) found |= values[index] == wanted;
-        if (found) return static_cast<int>(std::find(values + begin, values + end, wanted) - values);
+        constexpr int kWidth = 4 * kLanes;
+        float best[kWidth];
+        std::fill_n(best, kWidth, -std::numeric_limits<float>::infinity());
+        int index = begin;
+        for (; index + kWidth <= end; index += kWidth) {
+            for (int lane = 0; lane < kWidth; ++lane) {
+                best[lane] = values[index + lane] > best[lane] ? values[index + lane] : best[lane];
+            }
+        }
+        for (; index < end; ++index) best[0] = std::max(best[0], values[index]);
+        const float value = *std::max_element(best, best + kWidth);
+        if (value > peak.value) peak = {value, begin};
     }
-    return 0;  // not a number anywhere: some token must be named
+    return peak;
+}
+
+// Of equal ones the first. Where nothing is a number some token must be named: 0.
+inline int first_highest(const float* values, int count, const Peak& peak) {
+    const float* end = values + std::min(count, peak.begin + kChunk);
+    const float* found = std::find(values + peak.begin, end, peak.value);
+    return found == end ? 0 : static_cast<int>(found - values);
 }
 
 class Sampler {
 public:
     int draw(const float* logits, int vocab, const Settings& all, int row) {
-        const float most = highest(logits, vocab);
-        const float temperature = all.temperature[row];
-        if (temperature < all.greedy_below || !std::isfinite(most)) return first_equal(logits, vocab, most);
+        const Peak peak = find_peak(logits, vocab);
+        const float most = peak.value, temperature = all.temperature[row];
+        if (temperature < all.greedy_below || !std::isfinite(most)) return first_highest(logits, vocab, peak);
         const int64_t top_k = all.top_k[row] > 0 && all.top_k[row] < vocab ? all.top_k[row] : 0;
         const float top_p = all.top_p[row];
         const double total = weigh(logits, vocab, most, temperature, all.min_p[row]);
