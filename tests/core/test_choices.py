@@ -94,7 +94,7 @@ def test_split() -> None:
 
 
 def test_room_counts_what_the_cost_model_sees() -> None:
-    room = Room(limits(), PER_TOKEN)
+    room = Room(limits(max_prefill_chunk=512), PER_TOKEN)
     decodes = [request("a", 1, prompt=10), request("b", 2, prompt=20)]
     room.take_decodes(decodes)
     assert room.take_chunk(5, 7, True) == 7
