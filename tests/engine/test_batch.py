@@ -45,10 +45,9 @@ def test_a_table_row_holds_nothing_of_its_last_owner(table: RequestTable) -> Non
     assert batch.spans.table_SB.tolist() == [[4, 5, 6], [3, 0, 0]]
 
 
-def test_places_of_tokens_follow_block_and_offset(table: RequestTable) -> None:
+def test_a_slice_takes_its_tokens_from_the_table(table: RequestTable) -> None:
     batch = build(table, [Slice("a", 14, 4, (), -1, True)], [admit("a", 20, (7, 5))], [])
     assert batch.tokens_T.tolist() == [14, 15, 16, 17]
-
     assert batch.last_rows_R == [3]
 
 
