@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+Policy = Literal["continuous", "static"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class Limits:
     max_step_ns: int = 500_000_000  # no step is planned longer, unless one token alone takes that long
     prefix_caching: bool = True
     max_steps_in_flight: int = 1  # plans made before the first result returns
-    batching: Literal["continuous", "static"] = "continuous"  # static: a baseline to compare with
+    batching: Policy = "continuous"  # static: a baseline to compare with
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "vocab_size", "block_tokens", "max_num_seqs"):
@@ -27,8 +29,8 @@ class Limits:
         for name in ("max_num_batched_tokens", "max_queue", "max_step_ns", "max_steps_in_flight"):
             self._at_least(name, 1)
         self._at_least("max_prefill_chunk", 0)
-        if self.batching not in ("continuous", "static"):
-            raise ValueError(f"batching is {self.batching!r}; allowed: continuous, static")
+        if self.batching not in get_args(Policy):
+            raise ValueError(f"batching is {self.batching!r}; allowed: {', '.join(get_args(Policy))}")
 
     def _at_least(self, name: str, bound: int) -> None:
         value = getattr(self, name)

@@ -183,9 +183,8 @@ class Runner:
         num_top = request.sampling.prompt_logprobs
         if num_top is None or piece.start >= request.num_prompt:
             return None
-        end = min(
-            piece.start + piece.count, request.num_prompt - 1
-        )  # rows [start, end) score tokens [start + 1, end + 1)
+        # Positions [start, end) score tokens [start + 1, end + 1).
+        end = min(piece.start + piece.count, request.num_prompt - 1)
         targets_M = self._table.tokens(piece.id, piece.start + 1, end + 1)
         parts = []
         if piece.start > 0:

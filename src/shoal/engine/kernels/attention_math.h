@@ -115,19 +115,11 @@ struct MatrixUnit {
     using Operand = bf16;
 
     MatrixUnit(const Attention& a, int num_lanes) : depth(a.head_size % 32 ? 16 : 32) {
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        const auto shape = [&](int tile, int rows, int cells) {
-            config.rows[tile] = static_cast<uint8_t>(rows);
-            config.bytes[tile] = static_cast<uint16_t>(4 * cells);
-        };
-        shape(0, num_lanes, a.group()), shape(1, num_lanes, a.group());
-        shape(2, num_lanes, depth / 2), shape(3, depth / 2, a.group());
-        shape(4, num_lanes, 16), shape(5, num_lanes, 16);
-        shape(6, num_lanes, a.unit() / 2), shape(7, a.unit() / 2, 16);
+        TileConfig config;
+        config.shape(0, num_lanes, a.group()), config.shape(1, num_lanes, a.group());
+        config.shape(2, num_lanes, depth / 2), config.shape(3, depth / 2, a.group());
+        config.shape(4, num_lanes, 16), config.shape(5, num_lanes, 16);
+        config.shape(6, num_lanes, a.unit() / 2), config.shape(7, a.unit() / 2, 16);
         _tile_loadconfig(&config);
     }
     ~MatrixUnit() { _tile_release(); }

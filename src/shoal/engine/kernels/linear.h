@@ -20,10 +20,9 @@
 #include <cstring>
 
 #include "parallel.h"
+#include "vector.h"
 
 namespace shoal {
-
-using bf16 = uint16_t;
 
 constexpr int kTile = 16;    // rows of an A tile, columns of a B tile
 constexpr int kDepth = 32;   // values of k in a tile
@@ -58,17 +57,27 @@ inline bool have_matrix_unit() {
 }
 #endif
 
+#ifdef __AMX_BF16__
+// What `_tile_loadconfig` reads: of each tile its rows, and the bytes of a row.
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void shape(int tile, int num_rows, int cells) {
+        rows[tile] = static_cast<uint8_t>(num_rows);
+        bytes[tile] = static_cast<uint16_t>(4 * cells);
+    }
+};
+#endif
+
 // Eight full tiles. Configured for each task: other libraries in the process configure the unit for themselves.
 class Tiles {
 public:
 #ifdef __AMX_BF16__
     Tiles() {
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t bytes[16] = {};
-            uint8_t rows[16] = {};
-        } config;
-        for (int tile = 0; tile < 8; ++tile) config.bytes[tile] = 64, config.rows[tile] = kTile;
+        TileConfig config;
+        for (int tile = 0; tile < 8; ++tile) config.shape(tile, kTile, kDepth / 2);
         if (have_matrix_unit()) _tile_loadconfig(&config);
     }
     ~Tiles() {

@@ -58,8 +58,9 @@ def make_linear(
     weight, scale_N = quantize(weight_NK) if device.quantization == "int8" else (weight_NK, None)
     if device.kernels is not None and device.kernels.has_linear and weight_NK.dtype == torch.bfloat16:
         return KernelLinear(weight, scale_N, bias_N, device, epsilon, gated)
-    layer: Linear = TorchLinear(weight, bias_N, epsilon)
-    if scale_N is not None:
+    if scale_N is None:
+        layer = TorchLinear(weight, bias_N, epsilon)
+    else:
         layer = Int8TorchLinear(weight, scale_N.to(weight_NK.dtype), bias_N, epsilon)
     return FixedRows(layer) if device.batch_invariant else layer
 
@@ -209,7 +210,7 @@ def _tiles(weight_NK: Tensor, gated: bool) -> Tensor:
 
 def _in_order(values_N: Tensor, gated: bool) -> Tensor:
     """One number per row of W, in the order of the packed rows."""
-    padded = _padded(values_N.unsqueeze(1), gated, _depth=1).flatten()
+    padded = _padded(values_N.unsqueeze(1), gated, depth=1).flatten()
     tiles = padded.view(_tile_shape(len(padded), gated))
     return (tiles.transpose(0, 1) if gated else tiles).flatten().contiguous()
 
@@ -219,10 +220,10 @@ def _tile_shape(num_rows: int, gated: bool) -> tuple[int, int, int]:
     return (2, num_rows // _BLOCK, _TILE) if gated else (num_rows // _BLOCK, 2, _TILE)
 
 
-def _padded(weight_NK: Tensor, gated: bool, _depth: int = _DEPTH) -> Tensor:
+def _padded(weight_NK: Tensor, gated: bool, depth: int = _DEPTH) -> Tensor:
     parts = weight_NK.chunk(2) if gated else (weight_NK,)
     unit = _TILE if gated else _BLOCK
-    rows, columns = -len(parts[0]) % unit, -weight_NK.shape[1] % _depth
+    rows, columns = -len(parts[0]) % unit, -weight_NK.shape[1] % depth
     if not rows and not columns:
         return weight_NK
     return torch.cat([pad(part, (0, columns, 0, rows)) for part in parts])
