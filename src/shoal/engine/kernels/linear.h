@@ -9,7 +9,7 @@
 // A row of the result does not depend on other rows nor on their number: its sums run over k in one order.
 #pragma once
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VBMI__)
 #define SHOAL_LINEAR
 
 #include <sys/syscall.h>
@@ -100,6 +100,13 @@ inline bf16 round_to_bf16(float value) {
     return static_cast<bf16>(_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(value)), 0));
 }
 
+inline float widen(bf16 value) {
+    const uint32_t bits = uint32_t{value} << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
 // e^x for x <= 0 and moderate x > 0: 2^n · p(f), relative error below 2e-7 (Cephes' polynomial).
 inline __m512 exp_ps(__m512 x) {
     x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.0f)), _mm512_set1_ps(-87.3f));
@@ -120,7 +127,6 @@ inline void norm_row(const bf16* x, const bf16* weight, float epsilon, int k, in
     int i = 0;
     for (; i + 16 <= k; i += 16) { const __m512 v = load_bf16(x + i); squares = _mm512_fmadd_ps(v, v, squares); }
     float sum = _mm512_reduce_add_ps(squares);
-    auto widen = [](bf16 v) { uint32_t bits = uint32_t{v} << 16; float f; std::memcpy(&f, &bits, 4); return f; };
     for (int j = i; j < k; ++j) sum += widen(x[j]) * widen(x[j]);
     const __m512 factor = _mm512_set1_ps(1.0f / std::sqrt(sum / k + epsilon));
     for (i = 0; i < depth; i += 16) {
@@ -133,12 +139,42 @@ inline void norm_row(const bf16* x, const bf16* weight, float epsilon, int k, in
     }
 }
 
-// int8 values are exact in bf16; their scale is applied to the sums.
-inline void widen_block(const int8_t* from, int count, bf16* to) {
-    for (int i = 0; i < count; i += 32) {
-        const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(from + i))));
-        const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i*)(from + i + 16))));
-        _mm512_store_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+// int8 values are exact in bf16; their scale is applied to the sums. A byte is a sign and seven bits of magnitude, and the
+// two bytes of its bf16 are looked up in tables of 128. Each 64 values lie as interleaving the two lookups takes them.
+inline size_t packed_place(size_t value) {
+    return value / 64 * 64 + value % 32 / 8 * 16 + value % 64 / 32 * 8 + value % 8;
+}
+
+struct Int8Tables {
+    alignas(64) uint8_t low[128], high[128];
+
+    Int8Tables() {
+        for (int magnitude = 0; magnitude < 128; ++magnitude) {
+            const bf16 wide = round_to_bf16(static_cast<float>(magnitude));
+            low[magnitude] = static_cast<uint8_t>(wide), high[magnitude] = static_cast<uint8_t>(wide >> 8);
+        }
+    }
+    static const Int8Tables& get() {
+        static const Int8Tables tables;
+        return tables;
+    }
+    bf16 widen(uint8_t byte) const { return low[byte & 127] | (high[byte & 127] | (byte & 128)) << 8; }
+};
+
+// `count` is a multiple of 64.
+inline void widen_block(const uint8_t* from, int count, bf16* to) {
+    const Int8Tables& tables = Int8Tables::get();
+    const __m512i low0 = _mm512_load_si512(tables.low), low1 = _mm512_load_si512(tables.low + 64);
+    const __m512i high0 = _mm512_load_si512(tables.high), high1 = _mm512_load_si512(tables.high + 64);
+    const __m512i sign = _mm512_set1_epi8(-128);
+    for (int i = 0; i < count; i += 64) {
+        constexpr int kOrAnd = 0xf8;  // a | (b & c)
+        const __m512i bytes = _mm512_load_si512(from + i);
+        const __m512i low = _mm512_permutex2var_epi8(low0, bytes, low1);
+        const __m512i magnitude = _mm512_permutex2var_epi8(high0, bytes, high1);
+        const __m512i high = _mm512_ternarylogic_epi64(magnitude, bytes, sign, kOrAnd);
+        _mm512_store_si512(to + i, _mm512_unpacklo_epi8(low, high));
+        _mm512_store_si512(to + i + 32, _mm512_unpackhi_epi8(low, high));
     }
 }
 
@@ -282,7 +318,7 @@ inline void run_block(const Job& job, int block, int next, int first_row, int en
     if (job.linear.scale) {
         if (widened.size() < values + 32) widened.resize(values + 32);
         auto* aligned = (bf16*)((uintptr_t(widened.data()) + 63) & ~uintptr_t{63});
-        widen_block((const int8_t*)(packed + block * bytes), static_cast<int>(values), aligned);
+        widen_block((const uint8_t*)(packed + block * bytes), static_cast<int>(values), aligned);
         weights = aligned;
     }
     constexpr int kSoon = 8192;  // bytes: four steps
@@ -354,7 +390,10 @@ inline bool rows(const Linear& linear, const int64_t* ids, int count, bf16* out)
         const size_t first = block + tile + ids[i] % kTile * 2;
         for (int k = 0; k < linear.k; ++k) {
             const size_t at = first + size_t(k / kDepth) * kDepth * kBlock + k % kDepth / 2 * kDepth + k % 2;
-            if (linear.scale) out[k] = round_to_bf16(((const int8_t*)linear.packed)[at] * linear.scale[ids[i]]);
+            if (linear.scale) {
+                const bf16 whole = Int8Tables::get().widen(((const uint8_t*)linear.packed)[packed_place(at)]);
+                out[k] = round_to_bf16(widen(whole) * linear.scale[ids[i]]);
+            }
             else out[k] = ((const bf16*)linear.packed)[at];
         }
     }

@@ -160,7 +160,8 @@ class KernelLinear:
         self._kernels = device.kernels
         self._buffer = device.buffer
         self._gated = gated
-        self._packed = device.keep(_tiles(weight_NK, gated))  # [N / 32, K / 32, 2, 16, 16, 2]
+        tiles = _tiles(weight_NK, gated)  # [N / 32, K / 32, 2, 16, 16, 2]
+        self._packed = device.keep(tiles if scale_N is None else _magnitudes(tiles))
         self._scale = None if scale_N is None else _in_order(scale_N, gated)
         self._bias = None if bias_N is None else _in_order(bias_N.float(), gated)
         self.struct = Struct(
@@ -206,6 +207,12 @@ def _tiles(weight_NK: Tensor, gated: bool) -> Tensor:
     tiles = weight_NK.view(*_tile_shape(weight_NK.shape[0], gated), weight_NK.shape[1] // _DEPTH, _DEPTH // 2, 2)
     order = (1, 3, 0, 4, 2, 5) if gated else (0, 3, 1, 4, 2, 5)  # block, k, tile of the block, pair, row, of the pair
     return tiles.permute(order)
+
+
+def _magnitudes(tiles: Tensor) -> Tensor:
+    """int8 as a sign bit and a magnitude, and each 64 values in the order in which linear.h widens them."""
+    signed = torch.where(tiles < 0, -128 - tiles, tiles)
+    return signed.reshape(-1, 2, 4, 8).transpose(1, 2)
 
 
 def _in_order(values_N: Tensor, gated: bool) -> Tensor:
