@@ -87,15 +87,23 @@ def test_a_processor_without_avx512_has_no_linear_kernel(home: Path, monkeypatch
     assert not library.Kernels(1).has_linear
 
 
-def test_vectors_give_what_the_matrix_unit_gives(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [1, 21, 70])
+@pytest.mark.parametrize("int8", [False, True])
+def test_vectors_give_what_the_matrix_unit_gives(
+    int8: bool, num_rows: int, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = device()
     if here.kernels is None or not here.kernels.has_linear:
         pytest.skip("this processor has no AVX-512 BF16")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"))
-    weight, x = torch.randn(80, 96).bfloat16(), torch.randn(21, 96).bfloat16()
-    norm = torch.ones(96).bfloat16()
+    x, norm = torch.randn(num_rows, 96).bfloat16(), torch.ones(96).bfloat16()
+    weight, scale = (
+        (torch.randint(-127, 128, (80, 96), dtype=torch.int8), torch.rand(80))
+        if int8
+        else (torch.randn(80, 96).bfloat16(), None)
+    )
     found = [
-        KernelLinear(weight, None, None, chosen, 1e-5, False).scores(x, norm).clone() for chosen in (here, device())
+        KernelLinear(weight, scale, None, chosen, 1e-5, False).scores(x, norm).clone() for chosen in (here, device())
     ]
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 

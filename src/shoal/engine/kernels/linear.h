@@ -9,13 +9,14 @@
 // A row of the result does not depend on other rows nor on their number: its sums run over k in one order.
 #pragma once
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VBMI__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define SHOAL_LINEAR
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 
@@ -49,13 +50,15 @@ struct Call {
 
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-#ifdef __AMX_BF16__
 inline bool have_matrix_unit() {
+#ifdef __AMX_BF16__
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
     static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
     return granted;
-}
+#else
+    return false;
 #endif
+}
 
 #ifdef __AMX_BF16__
 // What `_tile_loadconfig` reads: of each tile its rows, and the bytes of a row.
@@ -191,10 +194,20 @@ struct Ahead {
     int bytes;  // per step
 };
 
+// Where a pass over a block finds it. Streamed: in memory; it is fetched a few steps ahead, and int8 widened on the way.
+// Cached: fetched or widened before; what comes after this block is fetched meanwhile.
+enum Source : int { kCached, kStreamed, kStreamedInt8 };
+
+constexpr int kStepValues = kDepth * kBlock;
+
 #ifdef __AMX_BF16__
-// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32]. kSoon: what is ahead is needed in this pass.
-template <int kTilesA, bool kSoon>
-void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, Ahead ahead, float* sums) {
+// 16 or 32 rows (tiles of A) times one block of W into sums [rows][32].
+template <int kTilesA, Source kSource>
+void multiply_on_unit(const bf16* a, int lda, const void* weights, int depth, Ahead ahead, float* sums) {
+    alignas(64) bf16 widened[2][kStepValues];
+    const auto* block = (const bf16*)weights;
+    const auto* ints = (const uint8_t*)weights;
+    if constexpr (kSource == kStreamedInt8) widen_block(ints, kStepValues, widened[0]);
     asm volatile("" ::: "memory");  // the tile instructions do not tell the compiler what they read
     _tile_zero(0);
     _tile_zero(1);
@@ -202,9 +215,17 @@ void multiply_on_unit(const bf16* a, int lda, const bf16* block, int depth, Ahea
         _tile_zero(2);
         _tile_zero(3);
     }
-    const int bytes = kSoon ? 2 * kTileBytes : ahead.bytes;
-    for (int k = 0; k < depth; k += kDepth, block += kDepth * kBlock, ahead.from += bytes) {
-        for (int line = 0; line < bytes; line += 64) _mm_prefetch(ahead.from + line, kSoon ? _MM_HINT_T0 : _MM_HINT_T1);
+    constexpr int kValueBytes = kSource == kStreamedInt8 ? sizeof(int8_t) : sizeof(bf16);
+    const int bytes = kSource == kCached ? ahead.bytes : kStepValues * kValueBytes;
+    for (int k = 0; k < depth; k += kDepth, block += kStepValues, ahead.from += bytes) {
+        for (int line = 0; line < bytes; line += 64) {
+            _mm_prefetch(ahead.from + line, kSource == kCached ? _MM_HINT_T1 : _MM_HINT_T0);
+        }
+        if constexpr (kSource == kStreamedInt8) {
+            block = widened[k / kDepth % 2];
+            if (k + kDepth < depth) widen_block(ints += kStepValues, kStepValues, widened[(k / kDepth + 1) % 2]);
+            asm volatile("" ::: "memory");
+        }
         _tile_loadd(4, block, 64);
         _tile_loadd(5, block + kDepth * kTile, 64);
         _tile_loadd(6, a + k, lda * 2);
@@ -251,16 +272,18 @@ inline void multiply_on_vectors(const bf16* a, int lda, const bf16* block, int d
     }
 }
 
-inline void multiply(const bf16* a, int lda, const bf16* block, int depth, int rows, [[maybe_unused]] Ahead ahead,
-                     [[maybe_unused]] bool soon, float* sums) {
+inline void multiply(const bf16* a, int lda, const void* weights, int depth, int rows, [[maybe_unused]] Source source,
+                     [[maybe_unused]] Ahead ahead, float* sums) {
 #ifdef __AMX_BF16__
     if (have_matrix_unit()) {
-        const auto on_unit = rows > kTile ? (soon ? multiply_on_unit<2, true> : multiply_on_unit<2, false>)
-                                          : (soon ? multiply_on_unit<1, true> : multiply_on_unit<1, false>);
-        return on_unit(a, lda, block, depth, ahead, sums);
+        constexpr std::array kOneTile{
+            multiply_on_unit<1, kCached>, multiply_on_unit<1, kStreamed>, multiply_on_unit<1, kStreamedInt8>};
+        constexpr std::array kTwoTiles{
+            multiply_on_unit<2, kCached>, multiply_on_unit<2, kStreamed>, multiply_on_unit<2, kStreamedInt8>};
+        return (rows > kTile ? kTwoTiles : kOneTile)[source](a, lda, weights, depth, ahead, sums);
     }
 #endif
-    multiply_on_vectors(a, lda, block, depth, rows, sums);
+    multiply_on_vectors(a, lda, (const bf16*)weights, depth, rows, sums);
 }
 
 // Rows of a vocabulary often lie a multiple of the cache's own length apart; written through it they evict each other.
@@ -306,30 +329,32 @@ inline void finish_row(const Job& job, int row, int n, const float* sums) {
     }
 }
 
-// `next` is the block that this thread will most likely take next. It is brought into the second cache while the rows of
-// this one are computed; where that is a single pass, the weights of a few steps later are brought into the first.
+// `next` is the block that this thread will most likely take next: it is brought into the second cache meanwhile, unless
+// this one is streamed.
 inline void run_block(const Job& job, int block, int next, int first_row, int end_row) {
+    constexpr int kSoon = 8192;  // bytes: 4 steps of bf16, 8 of int8
     alignas(64) float sums[2 * kTile * kBlock];
     static thread_local std::vector<bf16> widened;
     const size_t values = size_t(job.depth) * kBlock;
     const size_t bytes = values * (job.linear.scale ? sizeof(int8_t) : sizeof(bf16));
     const auto* packed = (const char*)job.linear.packed;
-    const auto* weights = (const bf16*)(packed + block * bytes);
-    if (job.linear.scale) {
+    const char* weights = packed + block * bytes;
+    const int steps = job.depth / kDepth, passes = (end_row - first_row + 2 * kTile - 1) / (2 * kTile);
+    Ahead ahead{packed + next * bytes, round_up(static_cast<int>(bytes) / (passes * steps), 64)};
+    Source source = kCached;
+    if (passes == 1 && have_matrix_unit()) {
+        source = job.linear.scale ? kStreamedInt8 : kStreamed;
+        ahead.from = weights + kSoon;
+    } else if (job.linear.scale) {
         if (widened.size() < values + 32) widened.resize(values + 32);
         auto* aligned = (bf16*)((uintptr_t(widened.data()) + 63) & ~uintptr_t{63});
-        widen_block((const uint8_t*)(packed + block * bytes), static_cast<int>(values), aligned);
-        weights = aligned;
+        widen_block((const uint8_t*)weights, static_cast<int>(values), aligned);
+        weights = (const char*)aligned;
     }
-    constexpr int kSoon = 8192;  // bytes: four steps
-    const int steps = job.depth / kDepth, passes = (end_row - first_row + 2 * kTile - 1) / (2 * kTile);
-    const bool soon = passes == 1 && !job.linear.scale;
-    Ahead ahead{packed + next * bytes, round_up(static_cast<int>(bytes) / (passes * steps), 64)};
-    if (soon) ahead.from = (const char*)weights + kSoon;
     for (int row = first_row; row < end_row; row += 2 * kTile, ahead.from += steps * ahead.bytes) {
         const bf16* a = job.a + size_t(row) * job.lda;
         const int rows = std::min(2 * kTile, end_row - row);
-        multiply(a, job.lda, weights, job.depth, rows, ahead, soon, sums);
+        multiply(a, job.lda, weights, job.depth, rows, source, ahead, sums);
         for (int r = 0; r < rows; ++r) finish_row(job, row + r, block * kBlock, sums + r * kBlock);
     }
 }
