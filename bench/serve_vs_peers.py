@@ -2,7 +2,7 @@
 
 Real processes, the same model folder, bfloat16, a KV pool of 2 GiB each; whoever is idle is stopped (SIGSTOP) with all
 its processes. vLLM runs eager and compiled, installed on first use (3 GB, peers/vllm_cpu.py). Each round measures every
-cell once on each server, with prompts of its own, so that no prefix cache helps. About an hour; --quick: vLLM eager
+cell once on each server, with prompts of its own, so that no prefix cache helps. Over an hour; --quick: vLLM eager
 alone, 1 and 16 concurrent short chats, six minutes. Ratios are shoal's figure by the peer's, medians over rounds.
 """
 
@@ -24,7 +24,7 @@ from client import Failure, Target, session
 from common import Report, arguments
 from driver import Schedule, live_line, run, schedule
 from peers import agreement, summary, vllm_cpu
-from peers.cells import CELLS, MIXES, QUICK_CELLS, SAMPLED, SHOAL, Cell, Measured, Record, Unusable
+from peers.cells import CELLS, MIXES, QUICK_CELLS, SAMPLED, SHOAL, SHOAL_INT8, Cell, Measured, Record, Unusable
 from peers.server import Server, free_port
 from shoal import models
 from shoal.workload.arrivals import ClosedLoop
@@ -57,18 +57,22 @@ class Comparison:
         self._servers: dict[str, Server] = {}  # paused, but for the one whose turn it is
 
     def run(self, model: Path, peer_folder: Path) -> None:
-        self._start(SHOAL, "first start", _shoal_command(model), {"SHOAL_API_KEY": ""})
+        cells = QUICK_CELLS if self._report.quick else CELLS
+        own, environment = _shoal_command(model), {"SHOAL_API_KEY": ""}
+        self._start(SHOAL, "first start", own, environment)
         self._servers.pop(SHOAL).end()
-        self._start(SHOAL, "warm start", _shoal_command(model), {"SHOAL_API_KEY": ""})
+        self._start(SHOAL, "warm start", own, environment)
+        if any(cell.only == SHOAL_INT8 for cell in cells):
+            self._start(SHOAL_INT8, "warm start", [*own, "--quantization", "int8"], environment)
         for peer in self._record.peers:
             command = vllm_cpu.serve_command(peer_folder, model, NAME, eager=peer == EAGER)
             command += ["--max-model-len", str(MAX_MODEL_LEN)]
             self._start(peer, "start", command, vllm_cpu.environment(peer_folder, KV_GIB))
         self._compare_texts()
         for number in range(1, self._record.rounds + 1):
-            for index, cell in enumerate(QUICK_CELLS if self._report.quick else CELLS):
+            for index, cell in enumerate(cells):
                 for server in self._servers.values():
-                    if cell.mix != SAMPLED or server.name == SHOAL:
+                    if cell.is_for(server.name):
                         self._measure(number, cell, 1000 * number + index, server)
         self._record.memory = {name: server.memory(KV_GIB << 30) for name, server in self._servers.items()}
 
@@ -95,7 +99,8 @@ class Comparison:
                 return [await agreement.answer(http, server.target, prompt) for prompt in agreement.PROMPTS]
 
         answers = {}
-        for name, server in self._servers.items():
+        for name in (SHOAL, *self._record.peers):
+            server = self._servers[name]
             self._wake(server)
             answers[name] = asyncio.run(ask(server))
             server.pause()

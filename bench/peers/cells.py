@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 from peers.memory import Memory
 from shoal.workload.lengths import Mix, Uniform
 
-SHOAL = "shoal"
+SHOAL, SHOAL_INT8 = "shoal", "shoal int8"
 SHORT_CHAT, LONG_PROMPT, LONG_OUTPUT = "short chat", "long prompt", "long output"
-SAMPLED = "short chat, sampled"  # by shoal alone, against its own greedy figure
+SAMPLED = "short chat, sampled"  # against shoal's own greedy figure
 
 MIXES = {
     SHORT_CHAT: Mix(Uniform(128, 0.5), Uniform(64, 0.5)),
@@ -29,14 +29,19 @@ class Cell(NamedTuple):
     mix: str
     concurrency: int
     requests: int
+    only: str = ""  # this server; else shoal and its peers
+
+    def is_for(self, server: str) -> bool:
+        return server == self.only if self.only else server != SHOAL_INT8
 
 
 # At least one request for each caller, and no more than lets a round of three servers end in 20 minutes.
 CELLS = (
     Cell(SHORT_CHAT, 1, 8),
+    Cell(SHORT_CHAT, 1, 8, only=SHOAL_INT8),
     Cell(SHORT_CHAT, 4, 16),
     Cell(SHORT_CHAT, 16, 64),
-    Cell(SAMPLED, 16, 64),
+    Cell(SAMPLED, 16, 64, only=SHOAL),
     Cell(SHORT_CHAT, 64, 128),
     Cell(LONG_PROMPT, 1, 4),
     Cell(LONG_PROMPT, 4, 12),
@@ -47,7 +52,7 @@ CELLS = (
     Cell(LONG_OUTPUT, 16, 16),
     Cell(LONG_OUTPUT, 64, 64),
 )
-QUICK_CELLS = tuple(cell for cell in CELLS if cell.mix == SHORT_CHAT and cell.concurrency in (1, 16))
+QUICK_CELLS = (Cell(SHORT_CHAT, 1, 8), Cell(SHORT_CHAT, 16, 64))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import psutil
 
 from common import Report
 from peers import vllm_cpu
-from peers.cells import SHOAL, Measured, Record, Unusable
+from peers.cells import SHOAL, SHOAL_INT8, Measured, Record, Unusable
 from peers.claims import QUANTITIES, by_round, claims, ratios
 
 HEADINGS = ("output tok/s", "TTFT p50", "TTFT p99", "TPOT p50")
@@ -59,7 +59,7 @@ def write(report: Report, record: Record) -> None:
 def _figures(report: Report, record: Record) -> None:
     rows = []
     for mix, concurrency in _places(record):
-        for server in (SHOAL, *record.peers):
+        for server in (SHOAL, SHOAL_INT8, *record.peers):
             found = [by_round(record, quantity, mix, concurrency, server) for quantity in QUANTITIES]
             if found[0]:
                 rows.append((mix, concurrency, server, *(median(rounds.values()) for rounds in found), len(found[0])))

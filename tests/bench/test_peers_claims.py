@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from peers.cells import CELLS, LONG_PROMPT, QUICK_CELLS, SAMPLED, SHOAL, SHORT_CHAT, Cell, Measured, Record
+from peers.cells import (
+    CELLS,
+    LONG_PROMPT,
+    QUICK_CELLS,
+    SAMPLED,
+    SHOAL,
+    SHOAL_INT8,
+    SHORT_CHAT,
+    Cell,
+    Measured,
+    Record,
+)
 from peers.claims import WARM_START, claims
 from peers.memory import Memory
 
@@ -31,8 +42,8 @@ def whole() -> Record:
     record = Record(peers=PEERS, rounds=3)
     for number in (1, 2, 3):
         for cell in CELLS:
-            record.cells.append(measured(number, cell, SHOAL, 180.0, 50.0, 4.0))
-            if cell.mix != SAMPLED:
+            record.cells.append(measured(number, cell, cell.only or SHOAL, 180.0, 50.0, 4.0))
+            if not cell.only:
                 record.cells.append(measured(number, cell, PEERS[0], 90.0, 100.0, 10.0))
                 record.cells.append(measured(number, cell, PEERS[1], 100.0, 100.0, 10.0))
     record.start_s = {(SHOAL, "first start"): 30.0, WARM_START: 4.0}
@@ -62,6 +73,7 @@ def test_all_claims_of_a_whole_run() -> None:
         **{f"{name} / {peer}": (value, True) for name, value in shared.items() for peer in PEERS},
         **by_output,
         "sampled / greedy, 16 concurrent: output tok/s": (1.0, True),
+        "int8, 1 concurrent: output tok/s": (180.0, True),
         "warm start to first token, s": (4.0, True),
     }
 
@@ -108,7 +120,7 @@ def test_what_was_not_measured_in_every_round_is_not_claimed() -> None:
     quick = whole()
     quick.peers = PEERS[:1]
     places = {(cell.mix, cell.concurrency) for cell in QUICK_CELLS}
-    quick.cells = [row for row in quick.cells if (row.mix, row.concurrency) in places]
+    quick.cells = [row for row in quick.cells if (row.mix, row.concurrency) in places and row.server != SHOAL_INT8]
     quick.memory, quick.start_s = {}, {}
     assert made(quick).keys() == {"16 concurrent: output tok/s / vLLM eager", "1 concurrent: TPOT / vLLM eager"}
     assert made(Record(peers=PEERS, rounds=3)) == {}
