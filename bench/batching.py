@@ -1,7 +1,7 @@
 """How much faster are mixed lengths served when requests join and leave between any two steps?
 
-continuous  the scheduler as it is.
-static      the same scheduler with `batching="static"`: the first 16 in line make a batch, and nobody else enters until
+continuous  the scheduler with `composer="fcfs"`: whoever comes first enters first.
+static      the same scheduler with `composer="static"`: the first 16 in line make a batch, and nobody else enters until
             each of them has ended, as served before Orca (Yu et al., OSDI 2022). It is a kind baseline: no padding, and
             who has ended is not computed further, so its steps get cheaper while the batch drains.
 
@@ -29,7 +29,8 @@ from shoal.workload.lengths import MIXES
 from shoal.workload.trace import Trace
 
 MAX_SEQS = 16
-CONTINUOUS, STATIC = POLICIES = ("continuous", "static")
+CONTINUOUS, STATIC = "continuous", "static"
+COMPOSERS = {CONTINUOUS: "fcfs", STATIC: "static"}
 CLAIMED, TARGET = "bimodal", 2.0
 
 
@@ -40,10 +41,10 @@ def main() -> None:
     engine.serve(trace.make(ClosedLoop(4), MIXES[CLAIMED], 4, seed=2), seed=2)  # what is set up at first use
     for name, (num_requests, num_rounds) in forms.items():
         load = trace.make(ClosedLoop(num_requests), MIXES[name], num_requests, seed=1)
-        runs: dict[str, list[Run]] = {policy: [] for policy in POLICIES}
+        runs: dict[str, list[Run]] = {policy: [] for policy in COMPOSERS}
         for _ in range(num_rounds):
-            for policy in POLICIES:
-                runs[policy].append(engine.serve(load, seed=1, batching=policy))
+            for policy, composer in COMPOSERS.items():
+                runs[policy].append(engine.serve(load, seed=1, composer=composer))
         show(report, engine, name, load, runs)
         if name == CLAIMED:
             ratio = median(ratios(runs))
@@ -58,9 +59,9 @@ def ratios(runs: dict[str, list[Run]]) -> list[float]:
 def show(report: Report, engine: Engine, name: str, load: Trace, runs: dict[str, list[Run]]) -> None:
     """Steps, and sequences in a step, are of the last run: every run plans nearly alike."""
     rows = []
-    for policy in POLICIES:
+    for policy, composer in COMPOSERS.items():
         steps = runs[policy][-1].steps
-        limits = replace(engine.limits, batching=policy, prefix_caching=False)
+        limits = replace(engine.limits, composer=composer, prefix_caching=False)
         simulated = simulate(load, limits, StepCost(engine.cost)).output_tokens_per_s
         measured = (median(run.tokens_per_s for run in runs[policy]), median(run.seconds for run in runs[policy]))
         rows.append((policy, *measured, len(steps), sum(len(step.slices) for step in steps) / len(steps), simulated))

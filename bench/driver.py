@@ -67,7 +67,7 @@ def schedule(arrivals: Arrivals, mix: Mix, count: int, *, seed: int, vocab_size:
     ids = range(min(100, vocab_size // 2), vocab_size)
 
     def requests(rows: Iterable[trace.Row]) -> tuple[Request, ...]:
-        return tuple(Request(due, tuple(rng.choices(ids, k=prompt)), output) for due, prompt, output in rows)
+        return tuple(Request(r.due_ns, tuple(rng.choices(ids, k=r.prompt_tokens)), r.output_tokens) for r in rows)
 
     warming = trace.make(ClosedLoop(1), mix, warm_up, seed + 1)
     return Schedule(requests(load.rows), load.concurrency, requests(warming.rows))

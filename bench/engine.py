@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from shoal import models
+from shoal.core.classes import DEFAULT_CLASSES, ServiceClass
 from shoal.core.limits import Limits
 from shoal.core.plan import Slice, StepPlan, StepResult
 from shoal.core.request import Finish, RequestSpec, Sampling
@@ -22,10 +23,15 @@ from shoal.engine import main
 from shoal.engine.config import EngineConfig
 from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.process import calm_collector
-from shoal.workload.trace import Trace
+from shoal.workload.trace import Row, Trace
 
 SESSION = 1
 GREEDY = Sampling(temperature=0)
+
+
+def equal_classes() -> dict[str, ServiceClass]:
+    """The names of the default ones, with no difference between them and nothing promised."""
+    return {name: ServiceClass(rank=0, max_wait_s=1e6, max_queue=1 << 20) for name in DEFAULT_CLASSES}
 
 
 class Step(NamedTuple):
@@ -68,7 +74,7 @@ class Engine:
     ) -> Run:
         """The whole closed load through the engine's step loop: random prompts, greedy, every answer at full length."""
         assert load.concurrency is not None
-        limits = {"prefix_caching": False} | limits
+        limits = {"prefix_caching": False, "classes": equal_classes()} | limits
         return _Caller(self, load, dataclasses.replace(self.limits, **limits), seed, on_turn).run()
 
 
@@ -78,7 +84,7 @@ class _Caller:
     def __init__(self, engine: Engine, load: Trace, limits: Limits, seed: int, on_turn: Callable[[Turn], None]) -> None:
         self._chance = Random(f"{seed}/tokens")
         self._vocab_size = engine.runner.vocab_size
-        self._specs = [self._spec(number, *row[1:]) for number, row in enumerate(load.rows)][::-1]
+        self._specs = [self._spec(number, row) for number, row in enumerate(load.rows)][::-1]
         self._tell = on_turn
         self._num_first = load.concurrency or 0
         self._num_open = 0
@@ -101,9 +107,9 @@ class _Caller:
             raise self._error
         return self._result
 
-    def _spec(self, number: int, num_prompt: int, num_output: int) -> RequestSpec:
-        prompt = tuple(self._chance.choices(range(self._vocab_size), k=num_prompt))
-        return RequestSpec(id=f"{number:06d}.0", prompt=prompt, max_tokens=num_output, sampling=GREEDY)
+    def _spec(self, number: int, row: Row) -> RequestSpec:
+        prompt = tuple(self._chance.choices(range(self._vocab_size), k=row.prompt_tokens))
+        return RequestSpec(id=f"{number:06d}.0", prompt=prompt, max_tokens=row.output_tokens, sampling=GREEDY)
 
     def _send(self, count: int) -> None:
         specs = [self._specs.pop() for _ in range(min(count, len(self._specs)))]

@@ -7,10 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.limits import Limits
+from shoal.core.plan import Slice, StepPlan
+from shoal.core.request import Finish, Refusal
+from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.sim.agenda import Agenda
 from shoal.sim.load import simulate
+from shoal.sim.outcomes import Ledger
 from shoal.workload import trace
 from shoal.workload.arrivals import ClosedLoop, OpenLoop
 from shoal.workload.latency import Slo
@@ -18,7 +23,8 @@ from shoal.workload.lengths import MIXES
 from shoal.workload.trace import Row, Trace
 
 MS = 1_000_000
-LIMITS = Limits(num_blocks=4096, max_model_len=4096, vocab_size=1000, max_num_seqs=8)
+PATIENT = {name: replace(service, max_wait_s=1e6) for name, service in DEFAULT_CLASSES.items()}
+LIMITS = Limits(num_blocks=4096, max_model_len=4096, vocab_size=1000, max_num_seqs=8, classes=PATIENT)
 TEN_MS_A_STEP = (10.0 * MS, 0.0, 0.0, 0.0, 0.0)
 TURN_NS = 300_000  # Modelled's usual delay between two steps
 
@@ -109,3 +115,52 @@ def test_latency_grows_with_the_rate_and_throughput_stays_within_the_machine() -
     p50 = [report.e2e_ns.p50 for report in found if report.e2e_ns]
     assert p50[0] < p50[1] < p50[2]
     assert all(report.output_tokens_per_s < 800 for report in found)
+
+
+def test_figures_by_class_are_of_that_class_alone() -> None:
+    """One slot. Three tokens of the first: steps planned at 0.3, 10.6 and 20.9 ms, done at 30.9; the second at 31.2."""
+    rows = (Row(0, 20, 3, "interactive"), Row(0, 20, 1, "batch"), Row(0, 5000, 1, "batch"))
+    limits = replace(LIMITS, max_num_seqs=1, composer="fcfs")
+    report = simulate(Trace(rows), limits, StepCost(TEN_MS_A_STEP))
+    first, second = report.by_class()["interactive"], report.by_class()["batch"]
+    assert (first.num_requests, second.num_requests, first.num_refused) == (1, 2, 0)
+    assert second.refusals == {Refusal.CONTEXT_LENGTH: 1}
+    assert [latency.ttft_ns for latency in first.latencies] == [TURN_NS + 10 * MS]
+    assert [latency.ttft_ns for latency in second.latencies] == [4 * (TURN_NS + 10 * MS)]
+    assert (first.worst_wait_ns, second.worst_wait_ns) == (TURN_NS, 31_200_000)
+    slo = Slo(ttft_ns=42 * MS)
+    assert (first.attainment(slo), second.attainment(slo), report.attainment(slo)) == (1.0, 0.5, 2 / 3)
+
+
+def test_class_and_tenant_of_a_row_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    submit = Scheduler.submit
+    monkeypatch.setattr(Scheduler, "submit", lambda self, spec, now: (seen.append(spec), submit(self, spec, now))[1])
+    simulate(Trace((Row(0, 20, 1, "batch", "someone"), Row(0, 20, 1))), LIMITS, StepCost(TEN_MS_A_STEP))
+    assert [(spec.service_class, spec.tenant) for spec in seen] == [("batch", "someone"), ("standard", "")]
+
+
+def test_a_wait_is_the_longest_time_without_a_slice_and_lasts_for_who_is_left_over() -> None:
+    ledger = Ledger()
+    ledger.sent("a", Row(10, 1, 2), 10)
+    ledger.sent("b", Row(10, 1, 2), 10)
+    for step, planned_ns, done_ns in ((1, 15, 20), (2, 50, 60)):
+        ledger.step(StepPlan(step, [], [], [Slice("a", step, 1, (), -1, True)], 1, 0), planned_ns, done_ns)
+        ledger.tokens("a", [7], done_ns)
+    ledger.ended("a", Finish.LENGTH)
+    assert ledger.num_open == 1
+    report = ledger.report(Scheduler(LIMITS, hash_root=b"").view(), 200)
+    assert [outcome.wait_ns for outcome in report.outcomes] == [30, 190]
+    assert [outcome.answered for outcome in report.outcomes] == [True, False]
+    assert (report.worst_wait_ns, report.duration_ns) == (190, 60)
+
+
+def test_the_step_that_an_arrival_meets_is_a_long_one_more_often() -> None:
+    """Steps of 10 and 30: of four moments, three are in the long one. (10 + 3 · 30) / 4."""
+    ledger = Ledger()
+    ledger.sent("a", Row(0, 1, 2), 0)
+    for planned_ns, done_ns in ((0, 10), (10, 40)):
+        ledger.step(StepPlan(1, [], [], [Slice("a", 0, 1, (), -1, True)], 1, 0), planned_ns, done_ns)
+    ledger.step(StepPlan(3, [], [], [], 0, 0), 40, 40)  # copies alone are no step
+    report = ledger.report(Scheduler(LIMITS, hash_root=b"").view(), 40)
+    assert report.steps_ns == (10, 30) and report.step_met_ns() == 25

@@ -9,67 +9,52 @@ from random import Random
 
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
-from shoal.core.plan import Ended, Event, Refused, Token
+from shoal.core.plan import Ended, Event, Refused, StepPlan, StepResult, Token
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.sim.agenda import Agenda
+from shoal.sim.outcomes import Ledger, Report
 from shoal.sim.replica import Modelled, Replica
-from shoal.workload.latency import Latency, Slo, Spread, attainment, spread
-from shoal.workload.trace import Trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Times in nanoseconds of virtual time, from each request's arrival."""
-
-    latencies: tuple[Latency, ...]  # of answered requests, in the order of their ends
-    num_requests: int
-    num_refused: int
-    num_steps: int
-    num_preemptions: int
-    recomputed_tokens: int
-    duration_ns: int  # from the start to the last token
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        """0 where nothing was answered."""
-        return sum(latency.num_tokens for latency in self.latencies) / max(self.duration_ns, 1) * 1e9
-
-    @property
-    def ttft_ns(self) -> Spread | None:
-        return spread([latency.ttft_ns for latency in self.latencies])
-
-    @property
-    def tpot_ns(self) -> Spread | None:
-        return spread([latency.tpot_ns for latency in self.latencies if latency.tpot_ns is not None])
-
-    @property
-    def e2e_ns(self) -> Spread | None:
-        return spread([latency.e2e_ns for latency in self.latencies])
-
-    def attainment(self, slo: Slo) -> float:
-        return attainment(self.latencies, self.num_requests, slo)
+from shoal.workload.trace import Row, Trace
 
 
 def simulate(load: Trace, limits: Limits, machine: StepCost, *, seed: int = 0) -> Report:
-    """Run the whole load. `machine` is how long steps take; the scheduler learns its own model from them, as live."""
-    agenda = Agenda()
-    scheduler = Scheduler(limits, hash_root=root_key("simulated", "none", "none", limits.block_tokens))
-    clients = _Clients(load, agenda, limits.vocab_size, Random(f"{seed}/tokens"))
-    clients.start(Replica(scheduler, Modelled(machine), agenda, tell=clients.hear))
+    """Run the whole load. `machine` is how long steps take; the scheduler knows it from the start, as after an engine's
+    warm-up, and goes on learning from the steps, as live. Copies are as fast as the limits say."""
+    agenda, ledger = Agenda(), Ledger()
+    scheduler = Scheduler(
+        limits,
+        hash_root=root_key("simulated", "none", "none", limits.block_tokens),
+        cost=StepCost(machine.coefficients),
+    )
+    clients = _Clients(load, agenda, ledger, limits.vocab_size, Random(f"{seed}/tokens"))
+    watched = Watched(machine, ledger, limits.copy_bytes_per_s)
+    clients.start(Replica(scheduler, watched, agenda, tell=clients.hear))
     agenda.run()
     scheduler.check()
-    view = scheduler.view()
-    return Report(
-        latencies=tuple(clients.answered),
-        num_requests=len(load.rows),
-        num_refused=clients.num_refused,
-        num_steps=view.step,
-        num_preemptions=view.preemptions,
-        recomputed_tokens=view.recomputed_tokens,
-        duration_ns=max((latency.last_ns for latency in clients.answered), default=0),
+    return ledger.report(scheduler.view(), agenda.now_ns)
+
+
+def spec(id: str, row: Row, vocab_size: int, rng: Random) -> RequestSpec:
+    """A request of a row's lengths, class and tenant, with a prompt of random tokens."""
+    prompt = tuple(rng.choices(range(vocab_size), k=row.prompt_tokens))
+    return RequestSpec(
+        id=id, prompt=prompt, max_tokens=row.output_tokens, service_class=row.service_class, tenant=row.tenant
     )
+
+
+class Watched(Modelled):
+    """The modelled machine, which also tells the ledger of its steps."""
+
+    def __init__(self, cost: StepCost, ledger: Ledger, copy_bytes_per_s: float) -> None:
+        super().__init__(cost, copy_bytes_per_s=copy_bytes_per_s)
+        self._ledger = ledger
+
+    def run(self, plan: StepPlan, now_ns: int, free_ns: int) -> tuple[int, StepResult]:
+        done_ns, result = super().run(plan, now_ns, free_ns)
+        self._ledger.step(plan, now_ns, done_ns)
+        return done_ns, result
 
 
 @dataclass(slots=True)
@@ -78,14 +63,11 @@ class _Clients:
 
     load: Trace
     agenda: Agenda
+    ledger: Ledger
     vocab_size: int
     rng: Random
-    answered: list[Latency] = field(default_factory=list)
-    num_refused: int = 0
     replica: Replica | None = None
     waiting: list[int] = field(default_factory=list)  # rows of a closed loop that nobody sent yet, last first
-    due_ns: dict[str, int] = field(default_factory=dict)
-    first_ns: dict[str, int] = field(default_factory=dict)
 
     def start(self, replica: Replica) -> None:
         self.replica = replica
@@ -101,13 +83,12 @@ class _Clients:
         now_ns = self.agenda.now_ns
         for event in events:
             if isinstance(event, Token):
-                self.first_ns.setdefault(event.id, now_ns)
+                self.ledger.tokens(event.id, [event.token], now_ns)
             elif isinstance(event, Ended):
-                latency = Latency(self.due_ns.pop(event.id), self.first_ns.pop(event.id), now_ns, event.num_output)
-                self.answered.append(latency)
+                self.ledger.ended(event.id, event.reason)
                 self._send_next()
             elif isinstance(event, Refused):
-                self.num_refused += 1
+                self.ledger.refused(event.id, event.reason)
                 self._send_next()
 
     def _send_next(self) -> None:
@@ -117,6 +98,5 @@ class _Clients:
     def _send(self, number: int) -> None:
         assert self.replica is not None
         row, id = self.load.rows[number], f"{number:06d}.0"
-        self.due_ns[id] = self.agenda.now_ns
-        prompt = tuple(self.rng.choices(range(self.vocab_size), k=row.prompt_tokens))
-        self.replica.submit(RequestSpec(id=id, prompt=prompt, max_tokens=row.output_tokens))
+        self.ledger.sent(id, row, self.agenda.now_ns)
+        self.replica.submit(spec(id, row, self.vocab_size, self.rng))

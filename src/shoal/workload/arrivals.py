@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from random import Random
@@ -41,6 +42,48 @@ class OpenLoop:
 
 
 @dataclass(frozen=True, slots=True)
+class Bursts:
+    """A Poisson process whose rate changes in turn: calm for `calm_s` seconds, a burst of `burst_s`, calm again."""
+
+    calm_per_s: float
+    calm_s: float
+    burst_per_s: float
+    burst_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("calm_per_s", "calm_s", "burst_per_s", "burst_s"):
+            value = getattr(self, name)
+            if not (0 < value < math.inf):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+
+    def expected(self, num_cycles: int) -> int:
+        """Arrivals in so many calms and bursts, on average."""
+        return round(num_cycles * (self.calm_per_s * self.calm_s + self.burst_per_s * self.burst_s))
+
+    def times_ns(self, count: int, rng: Random) -> list[int]:
+        """`count` arrival times from 0, ascending. Between two of them the rate, summed over time, is Exp(1)."""
+        phases = itertools.cycle(((self.calm_per_s, self.calm_s), (self.burst_per_s, self.burst_s)))
+        rate, left_s = next(phases)
+        now_s = 0.0
+        times = []
+        for _ in range(count):
+            left = rng.expovariate(1.0)
+            while left > rate * left_s:
+                left -= rate * left_s
+                now_s += left_s
+                rate, left_s = next(phases)
+            now_s += left / rate
+            left_s -= left / rate
+            times.append(round(now_s * 1e9))
+        return times
+
+    def burst_of(self, due_ns: int) -> int | None:
+        """The number, from 0, of the burst that an arrival belongs to; None: it came in a calm."""
+        cycle, place_s = divmod(due_ns / 1e9, self.calm_s + self.burst_s)
+        return int(cycle) if place_s >= self.calm_s else None
+
+
+@dataclass(frozen=True, slots=True)
 class ClosedLoop:
     """`concurrency` callers, each of which sends its next request when its last one has ended.
 
@@ -55,4 +98,4 @@ class ClosedLoop:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
 
 
-Arrivals = OpenLoop | ClosedLoop
+Arrivals = OpenLoop | Bursts | ClosedLoop
