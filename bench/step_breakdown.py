@@ -152,7 +152,8 @@ def watch(parts: Parts, engine: Engine, frames: Frames) -> None:
         parts.wrap(Scheduler, name, name)
     for name in ("launch", "collect"):
         parts.wrap(runner, name, "launch, collect")
-    parts.wrap(runner._table, "build", "batch")
+    for name in ("take_in", "build"):
+        parts.wrap(runner._table, name, "batch")
     parts.wrap(runner._table, "store_sampled", "store sampled")
     parts.wrap(module, "sample", "draw")
     parts.wrap_methods(runner._attention, "attention")

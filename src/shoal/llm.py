@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from shoal import config as configuration
 from shoal import models
+from shoal.core.classes import STANDARD
 from shoal.engine.loop import StepLoop, Turn
 from shoal.gateway import choices
 from shoal.gateway import params as checked
@@ -66,7 +67,7 @@ class LLM:
         self._template = ChatTemplate.load(folder)
         self._numbers = itertools.count()
         self._inboxes: dict[str, Inbox] = {}  # by a request's id, while it lives
-        self._max_live = min(2 * config.engine.max_num_seqs, config.engine.max_queue)
+        self._max_live = min(2 * config.engine.max_num_seqs, config.classes[STANDARD].max_queue)
         loaded: Future[tuple[StepLoop, int]] = Future()
         self._thread = threading.Thread(target=self._run, args=(folder, config, loaded), name="steps", daemon=True)
         self._thread.start()
@@ -148,10 +149,11 @@ class LLM:
         try:
             from shoal.engine.main import build
 
-            parts = build(folder, config.engine, config.model.public_name)
+            parts = build(folder, config.engine, config.model.public_name, config.classes)
             steps = StepLoop(
                 parts.scheduler,
                 parts.runner,
+                copier=parts.copier,
                 publish=self._publish,
                 announce=lambda predicted_ns: None,
                 failed=lambda error: None,  # every stream has been told, and the thread ends

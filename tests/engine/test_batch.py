@@ -27,7 +27,9 @@ def admit(name: str, num_tokens: int, blocks: tuple[int, ...]) -> Admit:
 
 
 def build(table: RequestTable, slices: list[Slice], admits: list[Admit], leaves: list[str]) -> Batch:
-    return table.build(StepPlan(1, leaves, admits, slices, sum(piece.count for piece in slices), 0))
+    plan = StepPlan(1, leaves, admits, slices, sum(piece.count for piece in slices), 0)
+    table.take_in(plan)
+    return table.build(plan)
 
 
 def test_spans_are_what_kernels_in_c_take(table: RequestTable) -> None:
@@ -39,7 +41,7 @@ def test_spans_are_what_kernels_in_c_take(table: RequestTable) -> None:
 
 
 def test_a_table_row_holds_nothing_of_its_last_owner(table: RequestTable) -> None:
-    build(table, [], [admit("gone", 40, (7, 8, 9))], [])
+    table.take_in(StepPlan(1, [], [admit("gone", 40, (7, 8, 9))], [], 0, 0))
     slices = [Slice("other", 0, 48, (), -1, True), Slice("next", 0, 5, (), -1, True)]
     batch = build(table, slices, [admit("next", 5, (3,)), admit("other", 48, (4, 5, 6))], ["gone"])
     assert batch.spans.table_SB.tolist() == [[4, 5, 6], [3, 0, 0]]
@@ -51,9 +53,11 @@ def test_a_slice_takes_its_tokens_from_the_table(table: RequestTable) -> None:
     assert batch.last_rows_R == [3]
 
 
-def test_a_plan_without_slices_is_an_empty_batch(table: RequestTable) -> None:
-    batch = build(table, [], [], [])
-    assert [column.shape for column in batch.spans] == [(0,), (0,), (0,), (0, 0)]
+def test_blocks_are_fresh_but_for_those_that_hold_computed_tokens(table: RequestTable) -> None:
+    """20 tokens that were found or copied back lie in two blocks, and nobody else's are in the second."""
+    hit = admit("back", 40, (7, 8, 9))._replace(computed=20)
+    plan = StepPlan(1, [], [hit, admit("new", 5, (3,))], [Slice("back", 20, 20, (4,), -1, False)], 20, 0)
+    assert table.take_in(plan) == [9, 3, 4]
 
 
 def test_settings_follow_who_samples(table: RequestTable) -> None:

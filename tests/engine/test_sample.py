@@ -241,6 +241,7 @@ def adjusted_argmax(logits: Tensor, requests: list[dict[str, Any]]) -> list[int]
         stops, least = request.get("stops", ()), request.get("min_tokens", 0)
         plan.admits.append(Admit(str(index), tokens, len(prompt), 0, blocks, sampling, 0, least, stops))
         plan.slices.append(Slice(str(index), 0, len(tokens), (), -1, True))
+    table.take_in(plan)
     batch = table.build(plan)
     assert batch.sampling is not None
     return sample(logits.clone(), batch.sampling, DEVICE).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ SAMPLING = Sampling(temperature=0.8, seed=42)
 @pytest.fixture(scope="module")
 def second_runner(tiny: Path, new_runner: Callable[..., Runner]) -> Runner:
     return new_runner(tiny)
+
+
+@pytest.fixture(scope="module")
+def tiered_runner(tiny: Path, new_runner: Callable[..., Runner]) -> Runner:
+    """With main memory for eight blocks of preempted requests."""
+    return new_runner(tiny, host_cache_bytes=8 * 8192)
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +62,7 @@ def neighbours(count: int, **changes: object) -> list[RequestSpec]:
     ]
 
 
-def run(
-    runner: Runner, specs: list[RequestSpec], later: dict | None = None, **limits: int | bool
-) -> dict[str, Outcome]:
+def run(runner: Runner, specs: list[RequestSpec], later: dict | None = None, **limits: Any) -> dict[str, Outcome]:
     scheduler = make_scheduler(runner, prefix_caching=False, **limits)
     return run_requests(runner, scheduler, specs, later=later)
 
@@ -89,18 +94,23 @@ def test_api_06_with_two_steps_in_flight(tiny_runner: Runner, alone: list[int]) 
     assert run(tiny_runner, [request(), *neighbours(3)], max_steps_in_flight=2)["A"].tokens == alone
 
 
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_api_06_preempted_at_token_8(tiny_runner: Runner, alone: list[int], steps_in_flight: int) -> None:
-    urgent = request("urgent", prompt=PROMPT[::-1])
-    outcomes = run(
-        tiny_runner,
-        [request(priority=1)],
-        later={9: [urgent]},
+def test_api_06_preempted_at_token_8(
+    tiered_runner: Runner, alone: list[int], steps_in_flight: int, preemption: str
+) -> None:
+    scheduler = make_scheduler(
+        tiered_runner,
+        prefix_caching=False,
         max_num_seqs=1,
         max_steps_in_flight=steps_in_flight,
+        preemption=preemption,
     )
-    assert outcomes["A"].preemptions == 1
-    assert outcomes["A"].tokens == alone
+    urgent = request("urgent", prompt=PROMPT[::-1])
+    outcome = run_requests(tiered_runner, scheduler, [request(priority=1)], later={9: [urgent]})["A"]
+    assert (outcome.parks, outcome.preemptions) == ((1, 0) if preemption == "swap" else (0, 1))
+    assert (scheduler.view().recomputed_tokens == 0) == (preemption == "swap")
+    assert outcome.tokens == alone
 
 
 def test_api_06_replayed_on_a_second_replica_after_8_tokens(second_runner: Runner, alone: list[int]) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
-from shoal.core.plan import StepPlan, StepResult
+from shoal.core.plan import Copied, KvOp, StepPlan, StepResult
 from shoal.core.request import Finish, Refusal, RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
-from shoal.engine.loop import Runner, StepLoop, Turn
+from shoal.engine.loop import Copier, Runner, StepLoop, Turn
 from shoal.wire.messages import Ending, Update
 from tests.support.processes import wait_until
 from tests.support.scripted import Rule, Script
@@ -24,7 +25,8 @@ SESSION = 1
 class Driver:
     """Records what a loop says; the step thread may be stopped at the runner's gate."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, copier: Copier | None = None) -> None:
+        self.scheduler = scheduler
         self.turns: list[Turn] = []
         self.announced: list[int] = []
         self.failures: list[BaseException] = []
@@ -35,6 +37,7 @@ class Driver:
             publish=self.turns.append,
             announce=self.announced.append,
             failed=self.failures.append,
+            copier=copier,
             clock=lambda: self.now_ns,
         )
         self.thread = threading.Thread(target=self.steps.run, daemon=True)
@@ -261,3 +264,152 @@ def test_the_scripted_runner_gives_a_position_the_same_token_after_a_replay() ->
         wait_until(lambda: len(driver.endings()) == 2)
         replayed = [t for u in driver.updates() if u.id == "b" for t in u.tokens]
         assert first[:4] + replayed == first
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+class SlowCopier:
+    """Copies nothing. A copy is done, or fails, when the test says so."""
+
+    def __init__(self, closes: bool = True) -> None:
+        self.ops: list[KvOp] = []
+        self.tell: Callable[[Copied | Exception], None] | None = None
+        self.closes = closes
+
+    def start(self, op: KvOp, tell: Callable[[Copied | Exception], None]) -> None:
+        self.ops.append(op)
+        self.tell = tell
+
+    def finish(self, number: int) -> None:
+        wait_until(lambda: len(self.ops) >= number)
+        assert self.tell is not None
+        self.tell(Copied(number, 1000))
+
+    def close(self, limit_s: float) -> bool:
+        return self.closes
+
+
+@contextmanager
+def parking(*, gated: bool = False, closes: bool = True) -> Iterator[tuple[Driver, Gate, SlowCopier]]:
+    """One request runs at a time, and one that has to go is parked."""
+    made = parts(ENDLESS)
+    limits = replace(made.scheduler.limits, max_num_seqs=1, num_host_blocks=64, block_bytes=1000, preemption="swap")
+    scheduler = Scheduler(limits, hash_root=b"root")
+    gate, copier = Gate(made.runner), SlowCopier(closes)
+    driver = Driver(gate if gated else made.runner, scheduler, copier)
+    driver.thread.start()
+    try:
+        yield driver, gate, copier
+    finally:
+        gate.permits.release(100_000)
+        assert driver.steps.stop(5 if closes else 0.1) is closes
+        driver.thread.join(5)
+        scheduler.check()
+
+
+def parked(driver: Driver, gate: Gate, num_tokens: int = 30) -> None:
+    """Stream "low" has to go for "high" after three tokens, and "high" ends with its second."""
+    driver.steps.submit(SESSION, [replace(spec("low", max_tokens=num_tokens), priority=1)])
+    gate.permits.release(3)
+    wait_until(lambda: gate.num_launched == 4)
+    driver.steps.submit(SESSION, [spec("high", max_tokens=2)])
+    gate.permits.release(1000)
+    wait_until(lambda: "high" in driver.endings())
+
+
+def waiting(driver: Driver) -> bool:
+    return driver.steps._turn_since_ns is None
+
+
+def test_steps_go_on_beside_a_copy_and_a_parked_stream_comes_back_with_nothing_lost() -> None:
+    with parking(gated=True) as (driver, gate, copier):
+        parked(driver, gate)
+        assert [op.out for op in copier.ops] == [True], "the copy is not done, and two steps were"
+        wait_until(lambda: waiting(driver))
+        copier.finish(1)
+        copier.finish(2)
+        wait_until(lambda: "low" in driver.endings())
+        assert [(op.number, op.id, op.out) for op in copier.ops] == [(1, "low", True), (2, "low", False)]
+        assert driver.tokens("low") == [5] * 30
+        low = [update for update in driver.updates() if update.id == "low"]
+        assert [update.parked for update in low if update.parked is not None] == [True, False]
+        view = driver.turns[-1].view
+        assert (view.parks, view.recomputed_tokens) == (1, 0)
+        assert view.swapped_out_bytes == view.swapped_in_bytes > 0
+        assert len([wait for turn in driver.turns for wait in turn.waits]) == 3  # two began, one resumed
+
+
+def test_a_step_that_only_starts_copies_is_no_step_of_the_metrics() -> None:
+    with parking(gated=True) as (driver, gate, copier):
+        parked(driver, gate)
+        copier.finish(1)
+        copier.finish(2)
+        wait_until(lambda: "low" in driver.endings())
+        steps = [turn.step for turn in driver.turns if turn.step is not None]
+        assert all(step.num_tokens > 0 for step in steps)
+        assert len(steps) == 32  # tokens: one a step
+        assert driver.turns[-1].view.step == 33
+
+
+def test_while_only_a_copy_is_under_way_the_loop_takes_work_but_a_copy_that_hangs_is_noticed() -> None:
+    with parking(gated=True) as (driver, gate, copier):
+        parked(driver, gate)
+        wait_until(lambda: waiting(driver))
+        driver.now_ns += 59_000_000_000
+        assert driver.steps.turning() and not driver.steps.stuck()
+        driver.now_ns += 2_000_000_000
+        assert driver.steps.stuck()
+        driver.steps.submit(SESSION, [spec("next", max_tokens=3)])
+        wait_until(lambda: "next" in driver.endings())
+        assert driver.steps.stuck(), "steps of others do not make the copy younger"
+        copier.finish(1)
+        copier.finish(2)  # has begun at a time of its own
+        wait_until(lambda: "low" in driver.endings())
+        assert not driver.steps.stuck()
+
+
+def test_woken_for_nothing_while_it_waits_for_a_copy_the_loop_plans_nothing() -> None:
+    with parking(gated=True) as (driver, gate, copier):
+        parked(driver, gate)
+        wait_until(lambda: waiting(driver))
+        real, asked = driver.scheduler.plan, []
+        driver.scheduler.plan = lambda now_ns: asked.append(now_ns) or real(now_ns)  # type: ignore[method-assign]
+        num_turns = len(driver.turns)
+        driver.steps.abort(SESSION, ["nobody"])
+        wait_until(lambda: len(driver.turns) > num_turns and waiting(driver))
+        assert not asked
+        copier.finish(1)
+        wait_until(lambda: asked)
+        copier.finish(2)
+
+
+def test_an_abort_during_a_copy_ends_the_stream_at_once_and_the_blocks_come_back_later() -> None:
+    with parking(gated=True) as (driver, gate, copier):
+        parked(driver, gate)
+        driver.steps.abort(SESSION, ["low"])
+        wait_until(lambda: "low" in driver.endings())
+        assert driver.turns[-1].view.free_host_blocks < 64
+        num_turns = len(driver.turns)
+        copier.finish(1)
+        wait_until(lambda: len(driver.turns) > num_turns)
+        view = driver.turns[-1].view
+        assert view.free_host_blocks == 64 and view.free_blocks + view.cached_blocks == view.total_blocks
+        assert len(copier.ops) == 1
+
+
+def test_a_copy_that_fails_ends_every_stream_with_an_error_and_then_the_loop() -> None:
+    with parking(gated=True) as (driver, gate, copier):
+        parked(driver, gate)
+        assert copier.tell is not None
+        copier.tell(OSError("the memory is gone"))
+        wait_until(lambda: driver.failures)
+        assert driver.endings()["low"] == Ending(Finish.ERROR, None, 0, "the engine failed: OSError")
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_loop_ends_with_copies_in_flight_and_says_where_one_still_runs(closes: bool) -> None:
+    with parking(gated=True, closes=closes) as (driver, gate, copier):
+        parked(driver, gate)
+        wait_until(lambda: waiting(driver))
+        assert len(copier.ops) == 1

@@ -1,53 +1,59 @@
 """Replay and agreement: a journal is all it takes to make the same run again, and the simulator is the same program.
 
 The journals come from the engine's real step loop with a scripted runner, from a scheduler called at random, and from
-a real (tiny) model. Each holds preemption, aborts and n > 1, with one and with two plans in flight.
+a real (tiny) model. Each holds preemption, aborts and n > 1, with one and with two plans in flight, some with copies.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any
 
 import msgspec
 import pytest
 
+from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
-from shoal.core.plan import StepPlan, StepResult
+from shoal.core.plan import Copied, KvOp, StepPlan, StepResult
 from shoal.core.request import RequestSpec, Sampling
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.engine.config import EngineConfig
 from shoal.engine.loop import Runner, StepLoop, Turn
+from shoal.engine.transfer.copier import Copier
 from shoal.sim.agreement import agree
 from shoal.sim.replay import Divergence, replay
 from shoal.telemetry import journal
-from shoal.telemetry.journal import Applied, JournalFile, Planned, Recorder, Submitted
-from tests.support.scripted import Rule, Script, ScriptedRunner
+from shoal.telemetry.journal import Applied, CopiesDone, JournalFile, Planned, Recorder, Submitted
+from tests.support.scripted import EmptyHost, Rule, Script, ScriptedRunner
 from tests.support.tiny_model import make_tiny_model
 
 ROOT = root_key("scripted", "float32", "none", 16)
 WAIT_S = 60.0
 VOCAB = 259
-Batching = Literal["continuous", "static"]
+CLASSES = {name: replace(service, max_wait_s=3600.0) for name, service in DEFAULT_CLASSES.items()}
+PARKING = {"num_host_blocks": 24, "block_bytes": 1000, "preemption": "swap"}
 
 
-def limits(in_flight: int, batching: Batching = "continuous") -> Limits:
+def limits(in_flight: int, **changes: Any) -> Limits:
     """16 blocks hold a third of what 8 requests of these lengths need: there is preemption."""
-    return Limits(
-        num_blocks=16,
-        max_model_len=256,
-        vocab_size=VOCAB,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        max_prefill_chunk=24,
-        max_steps_in_flight=in_flight,
-        batching=batching,
-    )
+    settings = {
+        "num_blocks": 16,
+        "max_model_len": 256,
+        "vocab_size": VOCAB,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_prefill_chunk": 24,
+        "max_steps_in_flight": in_flight,
+        "classes": CLASSES,
+        **changes,
+    }
+    return Limits(**settings)
 
 
 def choices(rng: Random, number: int) -> list[RequestSpec]:
@@ -57,6 +63,7 @@ def choices(rng: Random, number: int) -> list[RequestSpec]:
     leader = None if count == 1 else f"{id}.0"
     sampling = Sampling(seed=number, logprobs=rng.choice((None, None, 2)), prompt_logprobs=rng.choice((None, None, 1)))
     stops, tokens, priority = (7,), rng.randrange(1, 90), rng.choice((0, 0, 0, 1))
+    service_class, tenant = rng.choice(list(CLASSES)), rng.choice(("", "one", "two"))
     return [
         RequestSpec(
             id=f"{id}.{n}",
@@ -67,6 +74,8 @@ def choices(rng: Random, number: int) -> list[RequestSpec]:
             choice=n,
             leader=leader if n else None,
             priority=priority,
+            service_class=service_class,
+            tenant=tenant,
         )
         for n in range(count)
     ]
@@ -93,14 +102,15 @@ class Client:
         seed: int,
         num_requests: int,
         num_open: int = 6,
-        batching: Batching = "continuous",
+        copier: Copier | None = None,
+        **changes: Any,
     ) -> None:
         self.rng = Random(seed)
         self.num_open = num_open
         self.open: set[str] = set()
         self.failed: list[BaseException] = []
         self.wanted = threading.Semaphore(0)  # requests to send
-        scheduler = Scheduler(limits(in_flight, batching), hash_root=ROOT)
+        scheduler = Scheduler(limits(in_flight, **changes), hash_root=ROOT)
         recorder = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
         self.loop = StepLoop(
             recorder,
@@ -108,6 +118,7 @@ class Client:
             publish=self.on_turn,
             announce=lambda predicted_ns: None,
             failed=self.on_failure,
+            copier=copier,
         )
         thread = threading.Thread(target=self.loop.run, name="steps", daemon=True)
         self.send(0)
@@ -133,6 +144,7 @@ class Client:
 
     def on_turn(self, turn: Turn) -> None:
         """On the step thread; what it asks for waits for the next turn, like a gateway's messages."""
+        self.open.difference_update(refusing.id for refusing in turn.refused.get(1, ()))
         for update in turn.updates.get(1, ()):
             if update.ending is not None:
                 self.open.discard(update.id)
@@ -142,41 +154,74 @@ class Client:
             self.wanted.release()
 
 
-@pytest.mark.parametrize(("in_flight", "batching"), [(1, "continuous"), (2, "continuous"), (2, "static")])
-def test_the_real_loop_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int, batching: Batching) -> None:
+@pytest.mark.parametrize("composer", ["value", "fcfs", "static"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_real_loop_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int, composer: str) -> None:
     path = tmp_path / "journal"
     script = Script(rules=(Rule(order=3, tokens=(1, 2, 3, 7)),), step_ms=0.2, steps_in_flight=in_flight)
-    Client(ScriptedRunner(script), in_flight, path, seed=in_flight, num_requests=60, batching=batching)
+    Client(ScriptedRunner(script), in_flight, path, seed=in_flight, num_requests=60, composer=composer)
     seen = kinds(path)
     assert seen["preempted"] > 5 and seen["token"] > 500 and seen["prompt_scored"] > 10
     assert replay(path) == sum(1 for _ in journal.read(path))
     assert agree(path) > 200
 
 
+@pytest.mark.parametrize("composer", ["value", "fcfs"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_real_loop_that_parks_is_replayed_and_simulated_exactly(
+    tmp_path: Path, in_flight: int, composer: str
+) -> None:
+    """Copies of a block take 0.2 ms, as long as a step, so they end at any moment of a turn."""
+    path = tmp_path / "journal"
+    script = Script(step_ms=0.2, steps_in_flight=in_flight)
+    copier = Copier(EmptyHost(24), max_bytes_per_s=5_000_000)
+    Client(
+        ScriptedRunner(script),
+        in_flight,
+        path,
+        seed=in_flight,
+        num_requests=60,
+        copier=copier,
+        composer=composer,
+        **PARKING,
+    )
+    seen = kinds(path)
+    assert seen["parked"] > 5 and seen["resumed"] > 5
+    assert sum(isinstance(record, CopiesDone) for _, record in journal.read(path)) > 10
+    assert replay(path) == sum(1 for _ in journal.read(path))
+    assert agree(path) > 200
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_real_model_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int) -> None:
+@pytest.mark.parametrize("parks", [False, True])
+def test_a_real_model_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int, parks: bool) -> None:
     from shoal.engine.runner import load
 
     path = tmp_path / "journal"
     model = make_tiny_model(tmp_path / "model")
-    runner = load(model, EngineConfig(dtype="float32", device="cpu", threads=1, kv_cache_bytes=16 * 8192))
+    memory = {"kv_cache_bytes": 16 * 8192, "host_cache_bytes": 24 * 8192 * parks}
+    runner = load(model, EngineConfig(dtype="float32", device="cpu", threads=1, **memory))
     assert (runner.num_blocks, runner.block_tokens) == (16, 16)
-    Client(runner, in_flight, path, seed=in_flight + 10, num_requests=14)
+    copier = None if runner.host is None else Copier(runner.host)
+    changes = PARKING if parks else {}
+    Client(runner, in_flight, path, seed=in_flight + 10, num_requests=14, copier=copier, **changes)
     seen = kinds(path)
-    assert seen["preempted"] > 0 and seen["token"] > 300 and seen["prompt_scored"] > 3
+    assert seen["parked" if parks else "preempted"] > 0 and seen["token"] > 300 and seen["prompt_scored"] > 3
     assert replay(path) == sum(1 for _ in journal.read(path))
     assert agree(path) > 100
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(18))
 def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "journal"
     rng, in_flight = Random(seed), seed % 3 + 1
-    batching: Batching = "static" if seed % 2 else "continuous"
-    scheduler = Scheduler(limits(in_flight, batching), hash_root=ROOT, cost=StepCost((1e6, 2e4, 3.0, 1e4, 0.0)))
+    changes = {"composer": ("value", "fcfs", "static")[seed // 3 % 3], **(PARKING if seed % 2 else {})}
+    cost = StepCost((1e6, 2e4, 3.0, 1e4, 0.0))
+    scheduler = Scheduler(limits(in_flight, **changes), hash_root=ROOT, cost=cost)
     live = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
     flying: list[StepPlan] = []
+    copying = deque[KvOp]()
     ids: list[str] = []
     for number in range(600):
         now_ns = number * 1_000_000
@@ -186,9 +231,13 @@ def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) 
             ids += [spec.id for spec in specs if live.submit(spec, now_ns)]
         elif draw < 0.07 and ids:
             live.abort(rng.choice(ids), now_ns)
+        elif draw < 0.15 and copying:
+            count = rng.randint(1, len(copying))
+            live.copied([Copied(copying.popleft().number, rng.randrange(1_000_000)) for _ in range(count)], now_ns)
         elif draw < 0.55:
             plan = live.plan(now_ns)
             flying += [plan] if plan else []
+            copying += plan.ops if plan else []
         elif flying:
             plan = flying.pop(0)
             tokens = [rng.randrange(VOCAB) for part in plan.slices if part.sample]

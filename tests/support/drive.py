@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Ended, Logprobs, Preempted, PromptScored, Token
+from shoal.core.plan import Accepted, Copied, Ended, KvOp, Logprobs, Parked, Preempted, PromptScored, Token
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
-from shoal.engine.loop import Runner
 
 MAX_STEPS = 20_000
 
@@ -22,11 +22,15 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     preemptions: int = 0
+    parks: int = 0  # beside those
     first_index: int = 0  # output position of tokens[0]: a replay's tokens come after the delivered ones
     ended: Ended | None = None
 
 
-def make_scheduler(runner: Any, **limits: int | bool) -> Scheduler:
+PATIENT = {name: replace(service, max_wait_s=1e9) for name, service in DEFAULT_CLASSES.items()}  # nothing ever presses
+
+
+def make_scheduler(runner: Any, **limits: Any) -> Scheduler:
     """For a runner that no other scheduler drives from now on."""
     runner.forget_all()
     settings = {
@@ -35,13 +39,16 @@ def make_scheduler(runner: Any, **limits: int | bool) -> Scheduler:
         "max_model_len": runner.max_model_len,
         "vocab_size": runner.vocab_size,
         "max_step_ns": 10**12,
+        "classes": PATIENT,
         **limits,
     }
+    if runner.host is not None:
+        settings = {"num_host_blocks": runner.host.num_blocks, "block_bytes": runner.host.block_bytes, **settings}
     return Scheduler(Limits(**settings), hash_root=runner.hash_root)
 
 
 def run_requests(
-    runner: Runner,
+    runner: Any,
     scheduler: Scheduler,
     specs: Iterable[RequestSpec],
     *,
@@ -49,18 +56,25 @@ def run_requests(
 ) -> dict[str, Outcome]:
     """Steps until all has ended, with as many plans in flight as the scheduler allows, and `check()` after each step.
 
-    `later`: requests that arrive before the n-th step is planned, counted from 0.
+    `later`: requests that arrive before the n-th step is planned, counted from 0. A plan's copies are made when it
+    is launched, and known as done before the next one.
     """
     outcomes: dict[str, Outcome] = {}
     _submit(scheduler, specs, outcomes)
     arrivals = dict(later or {})
+    copied: list[Copied] = []
     for now_ns in range(MAX_STEPS):
         _submit(scheduler, arrivals.pop(now_ns, ()), outcomes)
+        events = scheduler.copied(copied, now_ns) if copied else []
+        copied = []
         while (plan := scheduler.plan(now_ns)) is not None:
             runner.launch(plan)
-        if scheduler.num_in_flight == 0:
+            copied += [_copy(runner, op) for op in plan.ops]
+        if scheduler.num_in_flight == 0 and not copied:
             break
-        for event in scheduler.apply(runner.collect(), now_ns):
+        if scheduler.num_in_flight:
+            events += scheduler.apply(runner.collect(), now_ns)
+        for event in events:
             record(outcomes[event.id], event)
         scheduler.check()
     assert not arrivals, "all was done before the last arrival"
@@ -75,6 +89,12 @@ def _submit(scheduler: Scheduler, specs: Iterable[RequestSpec], outcomes: dict[s
         outcomes[spec.id] = Outcome(first_index=len(spec.output))
 
 
+def _copy(runner: Any, op: KvOp) -> Copied:
+    for device_block, host_block in zip(op.device_blocks, op.host_blocks, strict=True):
+        runner.host.copy(out=op.out, device_block=device_block, host_block=host_block, count=1)
+    return Copied(op.number, 1)
+
+
 def record(outcome: Outcome, event: object) -> None:
     match event:
         case Token():
@@ -85,6 +105,8 @@ def record(outcome: Outcome, event: object) -> None:
             outcome.prompt_logprobs += event.entries
         case Preempted():
             outcome.preemptions += 1
+        case Parked():
+            outcome.parks += 1
         case Ended():
             assert outcome.ended is None, "two endings"
             outcome.ended = event

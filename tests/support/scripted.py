@@ -44,6 +44,8 @@ class Script:
     max_num_seqs: int = 64
     load_ms: float = 0.0
     steps_in_flight: int = 1
+    num_host_blocks: int = 0  # of a host tier of 1,000 bytes a block
+    copy_bytes_per_s: int = 0  # 0: copies take no time
     model: str = "scripted"
 
 
@@ -132,6 +134,17 @@ class ScriptedRunner:
             time.sleep(3600)
         if self._on_fault is not None:
             self._on_fault(fault, id)
+
+
+class EmptyHost:
+    """A host tier without bytes: what is copied to it takes the time that a copier's rate makes of it."""
+
+    block_bytes = 1000
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = self.num_device_blocks = num_blocks
+
+    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> None: ...
 
 
 def _contains(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:

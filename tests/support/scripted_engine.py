@@ -18,10 +18,11 @@ from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.engine import process
 from shoal.engine.process import Engine, Parts
+from shoal.engine.transfer.copier import Copier
 from shoal.telemetry import logs
 from shoal.wire import codec, lifeline
 from shoal.wire.messages import EngineInfo, Frame
-from tests.support.scripted import Fault, Script, ScriptedRunner
+from tests.support.scripted import EmptyHost, Fault, Script, ScriptedRunner
 
 BLOCK_TOKENS = 16
 
@@ -39,11 +40,15 @@ def parts(script: Script, engine: Engine | None = None, cost: StepCost | None = 
         max_model_len=script.max_model_len,
         vocab_size=script.vocab_size,
         max_steps_in_flight=script.steps_in_flight,
+        num_host_blocks=script.num_host_blocks,
+        block_bytes=EmptyHost.block_bytes,
+        preemption="swap",
     )
     scheduler = Scheduler(limits, hash_root=hash_root, cost=cost)
     return Parts(
         runner=runner,
         scheduler=scheduler,
+        copier=Copier(EmptyHost(script.num_host_blocks), max_bytes_per_s=script.copy_bytes_per_s),
         info=EngineInfo(
             model=script.model,
             model_digest="scripted",
@@ -60,7 +65,7 @@ def parts(script: Script, engine: Engine | None = None, cost: StepCost | None = 
 def _perform(engine: Engine, fault: Fault, id: str) -> None:
     """On the step thread. Tokens of earlier steps are on their way already, so the fault comes after them."""
     assert engine._steps is not None and engine._server is not None
-    key = engine._steps._owners[id]
+    key = engine._steps._owners[id].session
     session = engine._server._sessions[key]
     transport = session.connection._transport
 

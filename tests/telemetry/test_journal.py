@@ -6,16 +6,17 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.core.limits import Limits
-from shoal.core.plan import Logprobs, Refused, StepResult
+from shoal.core.plan import Copied, Logprobs, Refused, StepResult
 from shoal.core.request import RequestSpec, Sampling
 from shoal.core.scheduler import Scheduler
 from shoal.telemetry import journal
-from shoal.telemetry.journal import Aborted, Applied, Header, JournalFile, Planned, Recorder, Submitted
+from shoal.telemetry.journal import Aborted, Applied, CopiesDone, Header, JournalFile, Planned, Recorder, Submitted
 
 LIMITS = Limits(num_blocks=8, max_model_len=64, vocab_size=100)
 ROOT = b"\x00root\xff"
@@ -67,15 +68,36 @@ def test_the_file_says_everything_that_went_in_and_came_out(tmp_path: Path) -> N
     assert not isinstance(first, Refused) and isinstance(second, Refused)
     records = [record for _, record in journal.read(path)]
     header, submitted, refused, planned, applied, aborted, idle = records
-    assert isinstance(header, Header) and header == Header(1, LIMITS, ROOT, scheduler().cost.coefficients)
+    assert isinstance(header, Header) and header == Header(2, LIMITS, ROOT, scheduler().cost.coefficients)
     assert submitted == Submitted(10, spec("a.0"), None)
     assert refused == Submitted(11, spec("a.0"), second)
     assert isinstance(planned, Planned) and planned.plan is not None and planned.plan.admits[0].tokens == (1, 2, 3)
     assert isinstance(applied, Applied)
     assert (applied.now_ns, applied.result.busy_ns) == (21, 200)
-    assert applied.events == [["token", "a.0", 0, 5, [-0.5, [[5, -0.5]]]]]
+    assert applied.events == [["started", "a.0", 0], ["token", "a.0", 0, 5, [-0.5, [[5, -0.5]]]]]
     assert isinstance(aborted, Aborted) and aborted.events == [["ended", *events[0]]]
     assert idle == Planned(31, None)
+
+
+def test_copies_are_in_the_file_with_what_they_were_and_what_they_brought(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    limits = replace(LIMITS, max_num_seqs=1, num_host_blocks=4, block_bytes=10, preemption="swap")
+    live = Recorder(Scheduler(limits, hash_root=ROOT), JournalFile(path), hash_root=ROOT)
+    live.submit(replace(spec("a.0"), priority=1), 1)
+    step(live, 10, 5)
+    live.submit(spec("b.0"), 11)
+    step(live, 20, 6)  # "a.0" has to go for "b.0"
+    assert live.copied([Copied(1, 500)], 30) == []
+    with pytest.raises(ValueError, match="copy 2 is done"):
+        live.copied([Copied(2, 500)], 31)
+    records = [record for _, record in journal.read(path)]
+    planned, applied, copied, failed = records[-4:]
+    assert isinstance(planned, Planned) and planned.plan is not None
+    (op,) = planned.plan.ops
+    assert (op.number, op.id, op.out, len(op.device_blocks)) == (1, "a.0", True, 1)
+    assert isinstance(applied, Applied) and ["parked", "a.0"] in applied.events
+    assert copied == CopiesDone(30, [Copied(1, 500)], [])
+    assert isinstance(failed, CopiesDone) and failed.error.startswith("ValueError: copy 2 is done")
 
 
 def test_only_the_owner_may_read_it_also_where_it_was_there_before(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ class Row:
 class Batch:
     num_tokens: int  # T
     tokens_T: Tensor
-    fresh_blocks: list[int]  # entered a table in this step
     spans: Spans  # one per slice
     sampled: list[Row]  # those that sample, in the order of slices
     last_rows_R: list[int]  # of T
@@ -70,8 +69,9 @@ class RequestTable:
         self._sampled: list[Row] = []  # in the last step; mostly the same ones as in the next
         self._settings = self._settings_of([])
 
-    def build(self, plan: StepPlan) -> Batch:
-        """Applies leaves, admits and new blocks, in this order; then the step's tensors."""
+    def take_in(self, plan: StepPlan) -> list[int]:
+        """Applies leaves, admits and new blocks, in this order. Returns the blocks that hold nothing of their owner;
+        the others have what a prefix hit or a copy from the host tier brought."""
         for request in plan.leaves:
             self._leave(request)
         fresh: list[int] = []
@@ -82,7 +82,7 @@ class RequestTable:
             if piece.blocks:
                 self._append_blocks(self.rows[piece.id], piece.blocks)
                 fresh += piece.blocks
-        return self._batch(plan, fresh)
+        return fresh
 
     def store_sampled(self, step: int, batch: Batch, tokens_R: Tensor) -> None:
         """Puts sampled ids at their positions, where the next step finds them."""
@@ -162,8 +162,10 @@ class RequestTable:
 
     # -- the step's tensors --------------------------------------------------------------------------------------------
 
-    def _batch(self, plan: StepPlan, fresh: list[int]) -> Batch:
-        """In plain Python where it can be: after a model's weights went through the caches, each kind of array
+    def build(self, plan: StepPlan) -> Batch:
+        """The tensors of a plan that was taken in and has slices.
+
+        In plain Python where it can be: after a model's weights went through the caches, each kind of array
         operation costs as much as this loop over the slices of a step."""
         width, size = self._tokens.shape[1], self._block_tokens
         indices: list[int] = []
@@ -195,7 +197,6 @@ class RequestTable:
         return Batch(
             num_tokens=len(places),
             tokens_T=self._tokens_at(places),
-            fresh_blocks=fresh,
             spans=Spans(first_S, start_S, count_S, self._blocks[:, :num_blocks].take(np.array(indices, np.int64), 0)),
             sampled=sampled,
             last_rows_R=last_rows,

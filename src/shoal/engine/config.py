@@ -47,7 +47,13 @@ class EngineConfig:
     max_step_ms: Annotated[
         int, Meta(ge=1, le=60_000, extra_json_schema={"unit": "ms"}, description="no step is planned longer than this")
     ] = 500
-    max_queue: Annotated[int, Meta(ge=1, description="most requests that wait in the engine")] = 1024
+    composer: Annotated[
+        Literal["value", "fcfs", "static"],
+        Meta(
+            description="who is in a step; value: by class, deadline and cost; to compare with: fcfs: first come first "
+            "served; static: a batch runs until all of it ended"
+        ),
+    ] = "value"
     block_size: Annotated[
         Literal[8, 16, 32, 64, 128], Meta(extra_json_schema={"unit": "tokens"}, description="tokens per KV block")
     ] = 16
@@ -63,8 +69,31 @@ class EngineConfig:
             description="size of the KV pool; 0: a GPU's share above, on a CPU min(2 GB, 25 % of memory)",
         ),
     ] = 0
+    host_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "bytes"},
+            description="main memory to which the KV of preempted requests is copied, instead of being computed again; "
+            "0: none. On a CPU it would copy main memory to main memory",
+        ),
+    ] = 0
+    host_copy_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "bytes/s"},
+            description="most that is copied to and from that memory, so that computing has the rest of its bandwidth; "
+            "0: no limit",
+        ),
+    ] = 0
     threads: Annotated[
-        int, Meta(ge=0, description="CPU threads for tensor work; 0: the cores that are really there")
+        int,
+        Meta(
+            ge=0,
+            description="CPU threads for tensor work; 0: the cores that are really there, less one where KV is copied "
+            "to main memory",
+        ),
     ] = 0
     kernels: Annotated[
         Literal["auto", "off"],

@@ -86,6 +86,27 @@ class Device:
             return self.zeros(shape)
         return memory.zeros(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
 
+    def host_pool(self, num_bytes: int) -> Tensor:
+        """uint8 in main memory, to copy from the device and back. A page is taken when it is first written; for a CUDA
+        device all of it at once, since it must stay where it is, and torch rounds that up to a power of two."""
+        if self.is_cuda:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return memory.zeros(num_bytes)
+
+    def copies(self) -> Callable[[Tensor, Tensor], None]:
+        """A function (target, source) that copies bytes between host_pool and the device, from any thread, beside the
+        steps: it returns when they are there, and holds no lock of Python's meanwhile."""
+        if not self.is_cuda:  # torch's own copy would wake a team of threads
+            return lambda target, source: np.copyto(target.numpy(), source.numpy())
+        stream = torch.cuda.Stream(self.torch_device)
+
+        def copy(target: Tensor, source: Tensor) -> None:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+        return copy
+
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy where reading it in each step is fast, for tensors in main memory that stay."""
         return self._arena.keep(tensor)
@@ -138,7 +159,8 @@ def choose(config: EngineConfig) -> Device:
             f"engine.quantization is {config.quantization}; it needs a CPU, and bfloat16 or float32: "
             f"the device is {device}, engine.dtype {str(dtype).removeprefix('torch.')}"
         )
-    threads = config.threads or num_cores()
+    # One core is left to copies: beside a busy thread, one of a team that computes is late, and all wait for it.
+    threads = config.threads or max(1, num_cores() - (config.host_cache_bytes > 0))
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
     kernels = _kernels(threads) if device.type == "cpu" and config.kernels == "auto" else None

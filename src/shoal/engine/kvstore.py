@@ -39,6 +39,11 @@ class KVStore:
         """[B, 2, t, K, D], contiguous."""
         return self._kv_NB2tKD[layer]
 
+    @property
+    def bytes_NBX(self) -> Tensor:
+        """The same memory as uint8 [N, B, X], X bytes of a block in one layer, whatever their inner order."""
+        return self._kv_NB2tKD.flatten(2).view(torch.uint8)
+
     def where(self, blocks_T: Tensor, offsets_T: Tensor) -> Tensor:
         """[2 T]: places of T keys, then of T values, for `write`."""
         keys_T = blocks_T * (2 * self.block_tokens) + offsets_T

@@ -1,9 +1,12 @@
 """The step loop: one thread that plans, computes and applies, turn after turn; it never waits for a gateway.
 
-    inbox ─► submit / abort ─► plan ─► launch ─► collect ─► apply ─► one Turn to the I/O thread
+    inbox ─► copied, submit, abort ─► plan ─► start copies ─► launch ─► collect ─► apply ─► one Turn to the I/O thread
+      ▲                                            │
+      └────── the copier, when one is done ────────┘
 
-What the I/O thread asks for waits in the inbox until the next turn, so an abort takes effect within one step.
-An exception in here is the end of the process: every stream is told, then `failed` is called.
+What the I/O thread asks for waits in the inbox until the next turn, so an abort takes effect within one step. One time
+is told to all calls of a turn up to its plans: a simulated turn happens at one moment too (sim/agreement.py).
+An exception in here, or of a copy, is the end of the process: every stream is told, then `failed` is called.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from shoal.core.plan import Ended, Refused, StepPlan, StepResult, View
+from shoal.core.plan import Copied, Ended, KvOp, Refused, StepPlan, StepResult, View
 from shoal.core.request import Finish, RequestSpec
 from shoal.engine.updates import Updates
 from shoal.fleet import health
@@ -24,6 +27,7 @@ from shoal.telemetry.journal import Planner
 from shoal.wire.messages import Refusing, Update
 
 ANNOUNCE_NS = 250_000_000  # a step predicted longer than this is announced before it runs
+COPIER_END_S = 1.0  # what the copy under way gets when the loop has ended
 
 log = logging.getLogger("shoal.engine")
 
@@ -34,6 +38,19 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
+
+
+class Copier(Protocol):
+    """Who carries out a plan's copies, beside the steps and in the order of their numbers."""
+
+    def start(self, op: KvOp, tell: Callable[[Copied | Exception], None]) -> None:
+        """Returns at once. `tell` is called on a thread of the copier's own: with the copy that is done, or with why
+        none will be done any more."""
+        ...
+
+    def close(self, limit_s: float) -> bool:
+        """Gives up what is not done. False: a copy still touches memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +64,21 @@ class Step:
     latency_ns: int
 
 
+class Wait(NamedTuple):
+    """A request got a slice after it had none for a while: at its start, or when it resumed."""
+
+    service_class: str
+    waited_ns: int
+
+
 class _Launched(NamedTuple):
     plan: StepPlan
     at_ns: int
+
+
+class _Owner(NamedTuple):
+    session: int
+    service_class: str
 
 
 @dataclass(slots=True)
@@ -60,19 +89,22 @@ class Turn:
     updates: dict[int, tuple[Update, ...]] = field(default_factory=dict)
     refused: dict[int, list[Refusing]] = field(default_factory=dict)
     step: Step | None = None
+    waits: list[Wait] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Inbox:
-    """Filled by the I/O thread, emptied whole by the step thread; both under the loop's condition."""
+    """Filled by other threads, emptied whole by the step thread; both under the loop's condition."""
 
+    copied: list[Copied] = field(default_factory=list)
     submits: list[tuple[int, RequestSpec]] = field(default_factory=list)
     aborts: list[tuple[int, str]] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)  # sessions that ended
     end_all: str = ""  # message for every stream that is left
+    copy_failed: Exception | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.submits or self.aborts or self.gone or self.end_all)
+        return bool(self.copied or self.submits or self.aborts or self.gone or self.end_all or self.copy_failed)
 
 
 class StepLoop:
@@ -86,10 +118,12 @@ class StepLoop:
         publish: Callable[[Turn], None],
         announce: Callable[[int], None],
         failed: Callable[[BaseException], None],
+        copier: Copier | None = None,  # where the scheduler's limits have a host tier
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._copier = copier
         self._publish = publish
         self._announce = announce
         self._failed = failed
@@ -98,11 +132,14 @@ class StepLoop:
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._stopping = False
-        self._owners: dict[str, int] = {}  # live request -> session; step thread only
+        self._owners: dict[str, _Owner] = {}  # of live requests; step thread only
         self._in_flight: deque[_Launched] = deque()  # launched and not collected
+        self._copies: deque[KvOp] = deque()  # started and not reported
+        self._blocked = False  # requests are live, and only a copy or the inbox can change that nothing can be planned
         self._collected_ns = 0
         self._turn_since_ns: int | None = None  # None: waiting for the inbox
         self._announced_ns = 0  # predicted time of the step that the present turn announced
+        self._copying: tuple[int, int] | None = None  # since when the oldest copy may run, and its predicted time
         self._running = False
         self._ended = threading.Event()
 
@@ -132,7 +169,7 @@ class StepLoop:
             self._changed.notify()
 
     def stop(self, limit_s: float) -> bool:
-        """False: the thread did not come back from its step within the limit."""
+        """False: the thread did not come back from its step within the limit, or the copier not from its copy."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -148,12 +185,23 @@ class StepLoop:
         return self._running and self._turn_age_ns() < health.suspect_after_ns(self._announced_ns)
 
     def stuck(self) -> bool:
-        """The present turn will not come back."""
+        """The present turn, or the copy under way, will not come back."""
+        copying = self._copying
+        if copying is not None and self._clock() - copying[0] > health.stuck_after_ns(copying[1]):
+            return True
         return self._turn_age_ns() > health.stuck_after_ns(self._announced_ns)
 
     def _turn_age_ns(self) -> int:
         since = self._turn_since_ns
         return 0 if since is None else self._clock() - since
+
+    def _on_copy(self, outcome: Copied | Exception) -> None:
+        with self._changed:
+            if isinstance(outcome, Exception):
+                self._inbox.copy_failed = outcome
+            else:
+                self._inbox.copied.append(outcome)
+            self._changed.notify()
 
     # -- the step thread -----------------------------------------------------------------------------------------------
 
@@ -161,101 +209,147 @@ class StepLoop:
         """Turns until stopped or failed; the thread that calls this is the step thread."""
         self._running = True
         try:
-            while self._wait_for_work():
-                self._turn()
+            while (now_ns := self._wait_for_work()) is not None:
+                self._turn(now_ns)
         except Exception as e:
             log.exception("engine.step_failed", {"step": self._in_flight[0].plan.step if self._in_flight else 0})
             self._tell_everyone(f"the engine failed: {type(e).__name__}")
             self._failed(e)
         finally:
             self._running = False
-            self._ended.set()
+            if self._copier is None or self._copier.close(COPIER_END_S):
+                self._ended.set()
 
-    def _wait_for_work(self) -> bool:
-        """False: stop. Returns at once while steps are in flight or the last turn did something."""
+    def _wait_for_work(self) -> int | None:
+        """The time of the next turn; None: stop. Returns at once while steps are in flight or more can be planned."""
         with self._changed:
-            while not (self._stopping or self._inbox or self._in_flight or self._owners):
+            while not (self._stopping or self._inbox or self._in_flight or (self._owners and not self._blocked)):
                 self._turn_since_ns = None
                 self._changed.wait()
             self._announced_ns = 0
-            self._turn_since_ns = self._clock()
-            return not self._stopping
+            self._turn_since_ns = now_ns = self._clock()
+            return None if self._stopping else now_ns
 
-    def _turn(self) -> None:
+    def _turn(self, now_ns: int) -> None:
         updates = Updates()
         refused: dict[int, list[Refusing]] = {}
-        self._take_inbox(updates, refused)
-        launched = self._launch_steps()
-        step = self._finish_step(updates)
+        heard = self._take_inbox(now_ns, updates, refused)
+        # Woken for nothing, it plans nothing: no journal could tell that it planned then, and not at the next copy.
+        launched = (heard or not self._blocked) and self._launch_steps(now_ns)
+        finished = bool(self._in_flight)
+        step = self._finish_step(updates) if finished else None
         self._view = self._scheduler.view()
         self._publish(self._close_turn(updates, refused, step))
-        if self._owners and not launched and step is None:
+        self._blocked = bool(self._owners) and not (launched or finished)
+        if self._blocked and not self._copies:
             raise AssertionError(f"{len(self._owners)} requests are live, but no step can be planned for them")
 
-    def _take_inbox(self, updates: Updates, refused: dict[int, list[Refusing]]) -> None:
+    def _take_inbox(self, now_ns: int, updates: Updates, refused: dict[int, list[Refusing]]) -> bool:
+        """Whether there was anything for the scheduler."""
         with self._changed:
             inbox, self._inbox = self._inbox, _Inbox()
-        now_ns = self._clock()
+        if inbox.copy_failed is not None:
+            raise inbox.copy_failed
+        if inbox.copied:
+            self._take_copied(inbox.copied, now_ns, updates)
         gone = set(inbox.gone)
-        for session, spec in inbox.submits:
-            if session in gone:
-                continue
+        submits = [(session, spec) for session, spec in inbox.submits if session not in gone]
+        for session, spec in submits:
             answer = self._scheduler.submit(spec, now_ns)
             if isinstance(answer, Refused):
-                refused.setdefault(session, []).append(Refusing(answer.id, answer.reason, answer.message))
+                told = Refusing(answer.id, answer.reason, answer.message, answer.retry_after_ms)
+                refused.setdefault(session, []).append(told)
             else:
-                self._owners[spec.id] = session
-        for session, id in inbox.aborts:
-            if self._owners.get(id) == session:
-                updates.add_all(self._scheduler.abort(id, now_ns))
-        for id in [id for id, owner in self._owners.items() if owner in gone]:
-            self._scheduler.abort(id, now_ns)
-            del self._owners[id]
-        if inbox.end_all:
-            for id in list(self._owners):
-                updates.add_all(
-                    Ended(e.id, Finish.ERROR, None, e.num_output, e.cached_tokens) if isinstance(e, Ended) else e
-                    for e in self._scheduler.abort(id, now_ns)
-                )
-            updates.message = inbox.end_all
+                self._owners[spec.id] = _Owner(session, spec.service_class)
+        num_aborted = self._take_aborts(inbox, gone, now_ns, updates)
+        return bool(inbox.copied or submits or num_aborted)
 
-    def _launch_steps(self) -> bool:
+    def _take_aborts(self, inbox: _Inbox, gone: set[int], now_ns: int, updates: Updates) -> int:
+        """How many there were."""
+        owners = self._owners
+        asked = [id for session, id in inbox.aborts if id in owners and owners[id].session == session]
+        for id in asked:
+            updates.add_all(self._scheduler.abort(id, now_ns))
+        left = [id for id, owner in owners.items() if owner.session in gone]
+        for id in left:
+            self._scheduler.abort(id, now_ns)
+            del owners[id]
+        ending = list(owners) if inbox.end_all else []
+        for id in ending:
+            updates.message = inbox.end_all
+            updates.add_all(
+                Ended(e.id, Finish.ERROR, None, e.num_output, e.cached_tokens) if isinstance(e, Ended) else e
+                for e in self._scheduler.abort(id, now_ns)
+            )
+        return len(asked) + len(left) + len(ending)
+
+    def _take_copied(self, copied: list[Copied], now_ns: int, updates: Updates) -> None:
+        for each in copied:
+            op = self._copies.popleft()
+            assert op.number == each.number, f"copy {each.number} was reported, {op.number} was due"
+        self._expect_copy(now_ns)
+        updates.add_all(self._scheduler.copied(copied, now_ns))
+
+    def _launch_steps(self, now_ns: int) -> bool:
         launched = False
         while len(self._in_flight) < self._scheduler.limits.max_steps_in_flight:
-            plan = self._scheduler.plan(self._clock())
+            plan = self._scheduler.plan(now_ns)
             if plan is None:
                 break
             if plan.predicted_ns > ANNOUNCE_NS:
                 self._announced_ns = plan.predicted_ns
                 self._announce(plan.predicted_ns)
+            self._start_copies(plan.ops)  # before the launch, which may compute the whole step
             self._in_flight.append(_Launched(plan, self._clock()))
             self._runner.launch(plan)
             launched = True
         return launched
 
+    def _start_copies(self, ops: list[KvOp]) -> None:
+        for op in ops:
+            assert self._copier is not None, "a copy was planned, but there is no host tier"
+            self._copies.append(op)
+            if len(self._copies) == 1:
+                self._expect_copy(self._clock())
+            self._copier.start(op, self._on_copy)
+
+    def _expect_copy(self, now_ns: int) -> None:
+        """The oldest copy that is not done has its time from now on."""
+        self._copying = None
+        if self._copies:
+            limits = self._scheduler.limits
+            num_bytes = len(self._copies[0].device_blocks) * limits.block_bytes
+            self._copying = now_ns, int(num_bytes / limits.copy_bytes_per_s * 1e9)
+
     def _finish_step(self, updates: Updates) -> Step | None:
-        """Collect and apply the oldest step. A runner that does not measure device time gets the time it took here."""
-        if not self._in_flight:
-            return None
+        """Collect and apply the oldest step. A runner that does not measure device time gets the time it took here.
+
+        None: there was nothing to compute in it.
+        """
         result = self._runner.collect()
         plan, launched_ns = self._in_flight.popleft()
         now_ns = self._clock()
-        result.latency_ns = result.latency_ns or now_ns - launched_ns
-        result.busy_ns = result.busy_ns or now_ns - max(launched_ns, self._collected_ns)
-        self._collected_ns = now_ns
+        if plan.slices:
+            result.latency_ns = result.latency_ns or now_ns - launched_ns
+            result.busy_ns = result.busy_ns or now_ns - max(launched_ns, self._collected_ns)
+            self._collected_ns = now_ns
         updates.add_all(self._scheduler.apply(result, now_ns))
+        if not plan.slices:
+            return None
         return Step(_kind(plan), plan.num_tokens, plan.predicted_ns, result.busy_ns, result.latency_ns)
 
     def _close_turn(self, updates: Updates, refused: dict[int, list[Refusing]], step: Step | None) -> Turn:
+        owners = self._owners  # without those whose session ended in this turn
+        waits = [Wait(owners[event.id].service_class, event.waited_ns) for event in updates.waits if event.id in owners]
         by_session: dict[int, list[Update]] = {}
         for update in updates.finished():
-            session = self._owners.get(update.id)
-            if session is None:
-                continue  # its session ended in this turn
-            by_session.setdefault(session, []).append(update)
+            owner = owners.get(update.id)
+            if owner is None:
+                continue
+            by_session.setdefault(owner.session, []).append(update)
             if update.ending is not None:
-                del self._owners[update.id]
-        return Turn(self._view, {session: tuple(all) for session, all in by_session.items()}, refused, step)
+                del owners[update.id]
+        return Turn(self._view, {session: tuple(all) for session, all in by_session.items()}, refused, step, waits)
 
     def _tell_everyone(self, message: str) -> None:
         """After a failure the scheduler's state means nothing; the streams are known here."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from shoal.core.classes import DEFAULT_CLASSES, ServiceClass
 from shoal.core.limits import Limits
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost, fit
 from shoal.engine import process
 from shoal.engine.config import EngineConfig
 from shoal.engine.process import Engine, Parts
+from shoal.engine.transfer.copier import Copier
 from shoal.telemetry import logs
 from shoal.telemetry.journal import JournalFile, Planner, Recorder
 from shoal.wire import lifeline
@@ -22,13 +25,20 @@ log = logging.getLogger("shoal.engine")
 
 
 def run(
-    config: EngineConfig, *, model_dir: Path, served_name: str, name: str, listen: str, controller: str = ""
+    config: EngineConfig,
+    *,
+    model_dir: Path,
+    served_name: str,
+    name: str,
+    listen: str,
+    controller: str = "",
+    classes: Mapping[str, ServiceClass] = DEFAULT_CLASSES,
 ) -> None:
     """Serves until SIGTERM; raises SystemExit with the status. Listens only once requests can be computed."""
     logs.setup(name)
     lifeline.watch()
     engine = Engine(
-        lambda: build(model_dir, config, served_name),
+        lambda: build(model_dir, config, served_name, classes),
         name=name,
         listen=listen,
         controller=controller,
@@ -37,7 +47,9 @@ def run(
     raise SystemExit(process.run(engine))
 
 
-def build(model_dir: Path, config: EngineConfig, served_name: str) -> Parts:
+def build(
+    model_dir: Path, config: EngineConfig, served_name: str, classes: Mapping[str, ServiceClass] = DEFAULT_CLASSES
+) -> Parts:
     """Loads and warms up, on the thread that will run the steps. Raises ValueError for what cannot be served."""
     # Threads of one step wait for each other asleep: spinning, they hold the core that the late one needs.
     # Measured on two cores with other work on them: 10 tokens/s, and 0.7 without this.
@@ -56,16 +68,28 @@ def build(model_dir: Path, config: EngineConfig, served_name: str) -> Parts:
         max_prefill_chunk=config.max_prefill_chunk,
         max_model_len=runner.max_model_len,
         vocab_size=runner.vocab_size,
-        max_queue=config.max_queue,
         max_step_ns=config.max_step_ms * 1_000_000,
         prefix_caching=config.enable_prefix_caching,
         max_steps_in_flight=config.steps_in_flight,
+        composer=config.composer,
+        classes=dict(classes),
     )
+    copier = None
+    if runner.host is not None:
+        copier = Copier(runner.host, max_bytes_per_s=config.host_copy_bytes_per_s)
+        limits = replace(
+            limits,
+            num_host_blocks=runner.host.num_blocks,
+            block_bytes=runner.host.block_bytes,
+            copy_bytes_per_s=copier.measure(),
+        )
+        log.info("engine.host_tier", {"blocks": limits.num_host_blocks, "bytes_per_s": int(limits.copy_bytes_per_s)})
     scheduler = Scheduler(limits, hash_root=runner.hash_root, cost=cost)
     planner, close = _recorded(scheduler, config.journal, runner.hash_root)
     return Parts(
         runner=runner,
         scheduler=planner,
+        copier=copier,
         info=EngineInfo(
             model=served_name,
             model_digest=runner.model_digest,

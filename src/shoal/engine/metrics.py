@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shoal.core.plan import View
-from shoal.engine.loop import Step
+from shoal.core.plan import ClassView, View
+from shoal.engine.loop import Step, Turn
 from shoal.engine.server import Server
 from shoal.telemetry.metrics import counters
 
 KINDS = ("decode", "mixed", "prefill")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_WAITS = (*_SECONDS, 300.0, 900.0, 3600.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -33,10 +34,23 @@ class StepMetrics:
             buckets=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
             registry=registry,
         )
+        self._waits = Histogram(
+            "shoal:engine_queue_time_seconds",
+            "how long a request had no slice, when it got one: its first, or the first after a preemption",
+            ["class"],
+            buckets=_WAITS,
+            registry=registry,
+        )
         self._times = {kind: times.labels(kind) for kind in KINDS}
         self._errors = {kind: errors.labels(kind) for kind in KINDS}
 
-    def observe(self, step: Step) -> None:
+    def observe(self, turn: Turn) -> None:
+        if turn.step is not None:
+            self._observe_step(turn.step)
+        for wait in turn.waits:
+            self._waits.labels(wait.service_class).observe(wait.waited_ns / 1e9)
+
+    def _observe_step(self, step: Step) -> None:
         self._tokens.observe(step.num_tokens)
         self._times[step.kind].observe(step.busy_ns / 1e9)
         self._errors[step.kind].observe(abs(step.predicted_ns - step.busy_ns) / max(step.busy_ns, 1))
@@ -51,6 +65,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         view = self._server.view
         yield from _gauges(view)
+        yield from _by_class(view)
         yield from _counters(view)
         yield GaugeMetricFamily("shoal:ready", "1: the step loop takes work", float(self._server.ready))
         yield GaugeMetricFamily("shoal:num_sessions", "connected gateways", self._server.num_sessions)
@@ -59,14 +74,44 @@ class EngineCollector(Collector):
 
 def _gauges(view: View) -> Iterator[Metric]:
     used = view.total_blocks - view.free_blocks - view.cached_blocks
+    used_on_host = view.total_host_blocks - view.free_host_blocks
     for name, text, value in (
         ("num_requests_running", "requests that take part in steps", view.num_running),
         ("num_requests_waiting", "requests that wait in the engine", view.num_waiting),
         ("kv_cache_usage_perc", "share of KV blocks that live requests hold, 0 to 1", used / max(view.total_blocks, 1)),
         ("kv_cache_cached_blocks", "blocks that nobody holds and a prefix hit would find", view.cached_blocks),
+        (
+            "host_cache_usage_perc",
+            "share of the host tier's blocks that hold parked requests, 0 to 1",
+            used_on_host / max(view.total_host_blocks, 1),
+        ),
         ("waiting_tokens", "tokens to compute before the waiting requests sample", view.waiting_tokens),
     ):
         yield GaugeMetricFamily(f"shoal:{name}", text, value)
+
+
+_OF_CLASS: tuple[tuple[str, str, Callable[[ClassView], float]], ...] = (
+    ("class_requests_running", "requests of a class that take part in steps", lambda view: view.num_running),
+    (
+        "class_requests_waiting",
+        "requests of a class without a slice, parked ones included",
+        lambda view: view.num_waiting,
+    ),
+    ("class_requests_parked", "requests of a class whose KV is in the host tier", lambda view: view.num_parked),
+    (
+        "class_longest_wait_seconds",
+        "how long the one that waits longest has had no slice",
+        lambda view: view.longest_wait_ns / 1e9,
+    ),
+)
+
+
+def _by_class(view: View) -> Iterator[Metric]:
+    for name, text, value in _OF_CLASS:
+        family = GaugeMetricFamily(f"shoal:{name}", text, labels=["class"])
+        for service_class, numbers in view.classes.items():
+            family.add_metric([service_class], value(numbers))
+        yield family
 
 
 def _counters(view: View) -> Iterator[Metric]:
@@ -75,6 +120,9 @@ def _counters(view: View) -> Iterator[Metric]:
         ("prompt_tokens", "prompt tokens accepted", view.prompt_tokens),
         ("generation_tokens", "tokens sampled", view.generation_tokens),
         ("num_preemptions", "requests sent back to the waiting line", view.preemptions),
+        ("num_parks", "preempted requests whose KV went to the host tier", view.parks),
+        ("kv_swapped_out_bytes", "KV copied to the host tier", view.swapped_out_bytes),
+        ("kv_swapped_in_bytes", "KV copied back from the host tier", view.swapped_in_bytes),
         ("recomputed_tokens", "tokens computed again after a preemption", view.recomputed_tokens),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", view.prefix_hits),

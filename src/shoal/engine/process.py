@@ -19,7 +19,7 @@ from typing import Any
 
 import uvloop
 
-from shoal.engine.loop import Runner, StepLoop, Turn
+from shoal.engine.loop import Copier, Runner, StepLoop, Turn
 from shoal.engine.metrics import EngineCollector, StepMetrics
 from shoal.engine.server import Server
 from shoal.telemetry.journal import Planner
@@ -40,6 +40,7 @@ class Parts:
     runner: Runner
     scheduler: Planner
     info: EngineInfo
+    copier: Copier | None = None  # where there is a host tier
     costs: Callable[[], tuple[float, ...]] = tuple
     closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more
 
@@ -132,6 +133,7 @@ class Engine:
             steps = StepLoop(
                 parts.scheduler,
                 parts.runner,
+                copier=parts.copier,
                 publish=lambda turn: self._post(self._on_turn, turn),
                 announce=lambda predicted_ns: self._post(self._on_announce, predicted_ns),
                 failed=lambda error: self._post(self._end, 1),
@@ -156,8 +158,7 @@ class Engine:
             self._loaded.set_result(loaded)
 
     def _on_turn(self, turn: Turn) -> None:
-        if turn.step is not None:
-            self._step_metrics.observe(turn.step)
+        self._step_metrics.observe(turn)
         if self._server is not None:
             self._server.on_turn(turn)
         self._turned.set()

@@ -33,7 +33,8 @@ from shoal.engine.model.llama import Llama
 from shoal.engine.model.load import load_weights, model_digest
 from shoal.engine.model.registry import read_config
 from shoal.engine.sample import Scores, sample, score
-from shoal.engine.warmup import growing_steps, largest_step
+from shoal.engine.transfer.host import HostBlocks
+from shoal.engine.warmup import largest_step, sweep
 
 WARM_UP_NS = 2_000_000_000
 _SCORED_ROWS = 128  # prompt positions scored at once: bounds the memory of rows x vocabulary in float32
@@ -45,7 +46,8 @@ log = logging.getLogger("shoal.engine")
 class _Launched:
     step: int
     began_ns: int
-    marks: tuple[Any, Any]  # of the device: start, end
+    start: Any  # mark of the device; None: nothing to compute
+    end: Any = None
     tokens: Tensor | None = None
     scored_ids: list[str] = field(default_factory=list)  # requests with logprobs, in the order of `scores`
     num_tops: list[int] = field(default_factory=list)
@@ -65,6 +67,7 @@ class Runner:
         block_tokens: int,
         max_model_len: int,
         digest: str,
+        num_host_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
@@ -74,6 +77,7 @@ class Runner:
         self._model = model
         self._device = device
         self._store = KVStore(model.config, device, num_blocks, block_tokens)
+        self.host = HostBlocks(self._store, device, num_host_blocks) if num_host_blocks else None
         self._attention = make_attention(model.config, device, self._store, model.head_norms)
         self._layers = make_layers(model.weights.layers, self._attention, device)
         dtype = str(device.dtype).removeprefix("torch.")
@@ -83,25 +87,21 @@ class Runner:
         self._seams: dict[str, Scores] = {}  # score of a chunk's next token, which belongs to the next chunk
 
     def launch(self, plan: StepPlan) -> None:
-        began_ns, start = time.perf_counter_ns(), self._device.mark()
+        launched = _Launched(plan.step, time.perf_counter_ns(), self._device.mark() if plan.slices else None)
         for request in plan.leaves:
             self._seams.pop(request, None)
-        batch = self._table.build(plan)
-        launched = _Launched(plan.step, began_ns, (start, start))
-        hidden_TE = self._forward(batch)
-        first = 0
-        for piece in plan.slices:
-            if (scores := self._score_prompt(piece, hidden_TE, first)) is not None:
-                launched.prompt_scores[piece.id] = scores
-            first += piece.count
-        if batch.sampled:
-            self._sample(plan.step, batch, hidden_TE, launched)
-        launched.marks = (start, self._device.mark())
+        fresh = self._table.take_in(plan)
+        if self._attention.reads_stale_values and fresh:
+            self._store.clear(self._device.tensor(np.array(fresh, np.int64)))
+        if plan.slices:
+            self._compute(plan, launched)
         self._launched.append(launched)
 
     def collect(self) -> StepResult:
         launched = self._launched.popleft()
         result = StepResult(launched.step, [] if launched.tokens is None else launched.tokens.tolist())
+        if launched.start is None:
+            return result
         if launched.scores is not None:
             entries = _logprobs(launched.scores, launched.num_tops)
             result.logprobs = dict(zip(launched.scored_ids, entries, strict=True))
@@ -109,7 +109,7 @@ class Runner:
             request: _logprobs(scores, [scores.top_ids_MA.shape[1]] * len(scores.logprob_M))
             for request, scores in launched.prompt_scores.items()
         }
-        result.busy_ns = self._device.elapsed_ns(*launched.marks)
+        result.busy_ns = self._device.elapsed_ns(launched.start, launched.end)
         result.latency_ns = time.perf_counter_ns() - launched.began_ns
         return result
 
@@ -119,23 +119,30 @@ class Runner:
         return self.collect()
 
     def warm_up(self) -> list[tuple[Features, int]]:
-        """Times invented steps of growing size for at most about 2 s: pairs of stepcost features and nanoseconds.
+        """Times invented steps for at most about 2 s: pairs of stepcost features and nanoseconds.
 
         Only before the first real step.
         """
         measured: list[tuple[Features, int]] = []
         cost = StepCost()
         ends_ns = time.perf_counter_ns() + WARM_UP_NS
-        for plan in growing_steps(self.num_blocks, self.block_tokens, self.vocab_size, self.max_model_len):
+        for plan in sweep(self.num_blocks, self.block_tokens, self.vocab_size, self.max_model_len):
             features = StepCost.features(plan.slices)
             if plan.step > 1 and time.perf_counter_ns() + cost.predict(features) > ends_ns:
                 break
+            self._write_history(plan)
             busy_ns = self.compute(plan).busy_ns
             if plan.step > 1:  # the first pays for what is set up once
                 cost.update(features, busy_ns)
                 measured.append((features, busy_ns))
         self.forget_all()
         return measured
+
+    def _write_history(self, plan: StepPlan) -> None:
+        """Blocks that an invented request has from before. Memory that was never written costs less to read."""
+        blocks = [block for admit in plan.admits for block in admit.blocks[: -(-admit.computed // self.block_tokens)]]
+        if blocks:
+            self._store.clear(self._device.tensor(np.array(blocks, np.int64)))
 
     def forget_all(self) -> None:
         """Leaves nothing of earlier requests, as a new scheduler expects it. Nothing may be in flight."""
@@ -144,13 +151,18 @@ class Runner:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> Tensor:
-        if not batch.num_tokens:
-            return self._device.empty((0, self._model.config.hidden_size))
-        if self._attention.reads_stale_values and batch.fresh_blocks:
-            self._store.clear(self._device.tensor(np.array(batch.fresh_blocks, np.int64)))
+    def _compute(self, plan: StepPlan, launched: _Launched) -> None:
+        batch = self._table.build(plan)
         prepared = self._attention.prepare(batch.spans)
-        return self._layers(self._model.embed(batch.tokens_T), prepared)
+        hidden_TE = self._layers(self._model.embed(batch.tokens_T), prepared)
+        first = 0
+        for piece in plan.slices:
+            if (scores := self._score_prompt(piece, hidden_TE, first)) is not None:
+                launched.prompt_scores[piece.id] = scores
+            first += piece.count
+        if batch.sampled:
+            self._sample(plan.step, batch, hidden_TE, launched)
+        launched.end = self._device.mark()
 
     def _sample(self, step: int, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
         assert batch.sampling is not None
@@ -241,10 +253,21 @@ def load(model_dir: Path, config: EngineConfig) -> Runner:
     num_blocks = kv_pool_bytes(config, device, peak_bytes) // one
     if num_blocks < 1:
         raise ValueError(f"engine.kv_cache_bytes is {config.kv_cache_bytes}; one block takes {one} bytes")
+    num_host_blocks = config.host_cache_bytes // one
+    if config.host_cache_bytes and not num_host_blocks:
+        raise ValueError(f"engine.host_cache_bytes is {config.host_cache_bytes}; one block takes {one} bytes")
     if not config.max_model_len:  # nobody asked for more than the pool holds
         max_model_len = min(max_model_len, num_blocks * config.block_size)
-    log.info("model.loaded", {"dtype": str(device.dtype), "device": str(device.torch_device), "blocks": num_blocks})
-    runner = build(num_blocks=num_blocks, max_model_len=max_model_len)
+    log.info(
+        "model.loaded",
+        {
+            "dtype": str(device.dtype),
+            "device": str(device.torch_device),
+            "blocks": num_blocks,
+            "host_blocks": num_host_blocks,
+        },
+    )
+    runner = build(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
     if config.batch_invariant and not invariance.kept(runner):
         raise ValueError(
             "engine.batch_invariant is true; torch's products on this machine give a row other numbers beside other "

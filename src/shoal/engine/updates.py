@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.core.plan import Ended, Event, Logprobs, PromptScored, Token
+from shoal.core.plan import Ended, Event, Logprobs, Parked, Preempted, PromptScored, Resumed, Started, Token
 from shoal.core.request import Finish
 from shoal.wire.messages import Ending, Update
 
@@ -14,16 +14,26 @@ class Updates:
 
     def __init__(self, message: str = "") -> None:
         self.message = message  # goes with every ending that is an error
+        self.waits: list[Started | Resumed] = []  # those that got a slice after a wait
         self._streams: dict[str, _Stream] = {}
 
     def add_all(self, events: Iterable[Event]) -> None:
         for event in events:
+            stream = self._stream(event.id)
             if isinstance(event, Token):
-                self._stream(event.id).add_token(event)
+                stream.add_token(event)
             elif isinstance(event, PromptScored):
-                self._stream(event.id).add_scores(event)
+                stream.add_scores(event)
             elif isinstance(event, Ended):
-                self._stream(event.id).ended = event
+                stream.ended = event
+            elif isinstance(event, Started):
+                stream.waited_ns = event.waited_ns
+                self.waits.append(event)
+            elif isinstance(event, Resumed):
+                stream.parked = False
+                self.waits.append(event)
+            elif isinstance(event, Preempted | Parked):
+                stream.parked = True
 
     def finished(self) -> list[Update]:
         return [stream.update(self.message) for stream in self._streams.values()]
@@ -36,7 +46,9 @@ class Updates:
 
 
 class _Stream:
-    __slots__ = ("ended", "id", "index", "logprobs", "prompt_logprobs", "prompt_start", "tokens")
+    __slots__ = (
+        "ended", "id", "index", "logprobs", "parked", "prompt_logprobs", "prompt_start", "tokens", "waited_ns",
+    )  # fmt: skip
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -46,6 +58,8 @@ class _Stream:
         self.prompt_start = 0
         self.prompt_logprobs: list[Logprobs] = []
         self.ended: Ended | None = None
+        self.waited_ns: int | None = None
+        self.parked: bool | None = None
 
     def add_token(self, event: Token) -> None:
         if not self.tokens:
@@ -74,6 +88,8 @@ class _Stream:
             self.prompt_start,
             tuple(self.prompt_logprobs),
             ending,
+            self.waited_ns,
+            self.parked,
         )
 
 
@@ -87,4 +103,6 @@ def merge(earlier: Update, later: Update) -> Update:
         prompt_start=earlier.prompt_start if earlier.prompt_logprobs else later.prompt_start,
         prompt_logprobs=earlier.prompt_logprobs + later.prompt_logprobs,
         ending=later.ending,
+        waited_ns=later.waited_ns if earlier.waited_ns is None else earlier.waited_ns,
+        parked=earlier.parked if later.parked is None else later.parked,
     )

@@ -1,33 +1,34 @@
 """The second proof: given the recorded arrivals, step times and tokens, the simulator makes the same events by itself.
 
 From a journal come only the inputs of a world: when something arrived, how long the loop took from being woken to its
-plan, how long from there to the apply of each step, and what the model said to each slice of a request. When to submit,
-plan and apply, and what to plan, the simulated replica decides. The outcome is compared call by call: every submit,
-abort, plan and apply in the same order with equal answers, every apply at the same nanosecond.
+plan, how long from there to the apply of each step and to the end of each copy, and what the model said to each slice
+of a request. When to submit, plan and apply, what to plan and what to copy, the simulated replica decides. The outcome
+is compared call by call: every submit, abort, plan, apply and end of copies in the same order, at the same nanosecond
+and with equal answers.
 
 It is exact under these conditions, which the live loop keeps:
   - one thread makes all calls, in turns: inputs, plans until there is none or enough are in flight, one apply;
-  - an arrival is known by the time of its submit or abort, which is at most its turn's first plan, and later than the
-    plan of the turn before (the clock has moved in between);
-  - the scheduler does not look at differences between `now_ns` within one turn.
+  - one time is told to all calls of a turn up to its plans, later than that of the turn before; what arrived, a copy's
+    end included, is known by then;
+  - after a turn in which nothing could be planned, although requests are live, nothing is before there is something to
+    tell the scheduler.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from shoal.core.plan import Logprobs, Slice, StepPlan, StepResult
+from shoal.core.plan import Copied, KvOp, Logprobs, Slice, StepPlan, StepResult
 from shoal.sim.agenda import NEVER_NS, Agenda
 from shoal.sim.replay import Divergence, Lines, recorder
 from shoal.sim.replica import Replica
 from shoal.telemetry import journal
-from shoal.telemetry.journal import Aborted, Applied, Call, Header, Planned, Submitted
+from shoal.telemetry.journal import Aborted, Applied, Call, CopiesDone, Header, Planned, Submitted
 
 
 class Said(NamedTuple):
@@ -59,7 +60,9 @@ def agree(path: Path) -> int:
 
 
 def _agree(run: Run) -> int:
-    recorded = [call for call in map(_comparable, run.calls) if call is not None]
+    while run.calls and not isinstance(run.calls[-1], Planned | Applied):
+        run.calls.pop()  # the recording ends within a turn: nothing was planned with what came in
+    recorded = _told(run.calls)
     simulated = _simulate(run)
     for number, (live, again) in enumerate(zip(recorded, simulated, strict=False), start=1):
         if live != again:
@@ -69,11 +72,9 @@ def _agree(run: Run) -> int:
     return len(recorded)
 
 
-def _comparable(call: Call) -> Call | None:
-    """Times between wake-up and plan are not simulated one by one; a plan of nothing is no event."""
-    if isinstance(call, Planned) and call.plan is None:
-        return None
-    return call if isinstance(call, Applied) else msgspec.structs.replace(call, now_ns=0)
+def _told(calls: Iterable[Call]) -> list[Call]:
+    """A plan of nothing is no event."""
+    return [call for call in calls if not (isinstance(call, Planned) and call.plan is None)]
 
 
 def _simulate(run: Run) -> list[Call]:
@@ -91,8 +92,7 @@ def _simulate(run: Run) -> list[Call]:
             agenda.at(call.now_ns, partial(replica.abort, call.id))
     if run.calls:
         agenda.run(until_ns=run.calls[-1].now_ns)
-    calls = (journal.decode(line) for line in lines.lines[1:])
-    return [each for each in map(_comparable, calls) if each is not None]  # type: ignore[arg-type]
+    return _told(journal.decode(line) for line in lines.lines[1:])  # type: ignore[misc]
 
 
 class Recorded:
@@ -101,6 +101,7 @@ class Recorded:
     def __init__(self, calls: list[Call]) -> None:
         self._delays = deque[int]()
         self._steps: dict[int, tuple[int, int, int]] = {}  # step -> (turn to apply, busy_ns, latency_ns)
+        self._copies: dict[int, tuple[int, int]] = {}  # number -> (from turn to turn, busy_ns)
         self._said: defaultdict[tuple[str, int], deque[Said]] = defaultdict(deque)  # by (request, slice's start)
         self._read(calls)
 
@@ -115,6 +116,12 @@ class Recorded:
         for part in plan.slices:
             self._say(part, result)
         return now_ns + took_ns, result
+
+    def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
+        if op.number not in self._copies:
+            return NEVER_NS, Copied(op.number, 0)
+        took_ns, busy_ns = self._copies[op.number]
+        return now_ns + took_ns, Copied(op.number, busy_ns)
 
     def _say(self, part: Slice, result: StepResult) -> None:
         """A request that was preempted computes the same positions again, with other last bits perhaps: in turn."""
@@ -132,6 +139,7 @@ class Recorded:
     def _read(self, calls: list[Call]) -> None:
         live: set[str] = set()
         launched: dict[int, tuple[StepPlan, int]] = {}  # step -> plan, time of its turn
+        copying: dict[int, int] = {}  # number of a copy -> time of the turn that started it
         woken_ns: int | None = None  # None: idle
         turn_ns: int | None = None  # time of the turn's first plan; None: none yet
         for call in calls:
@@ -144,11 +152,14 @@ class Recorded:
                     if turn_ns is None:
                         raise Divergence(f"step {call.plan.step}", "planned", "nothing had arrived")
                     launched[call.plan.step] = (call.plan, turn_ns)
+                    copying.update((op.number, turn_ns) for op in call.plan.ops)
                 continue
             if isinstance(call, Submitted) and call.refused is None:
                 live.add(call.spec.id)
-            if isinstance(call, Aborted | Applied):
+            if isinstance(call, Aborted | Applied | CopiesDone):
                 live.difference_update(event[1] for event in call.events if event[0] == "ended")
+            if isinstance(call, CopiesDone):
+                self._hear_copies(call, copying)
             if isinstance(call, Applied):
                 if call.result.step not in launched:
                     raise Divergence(f"step {call.result.step}", "returned", "never planned")
@@ -158,6 +169,12 @@ class Recorded:
             elif woken_ns is None:
                 woken_ns = call.now_ns
             turn_ns = None
+
+    def _hear_copies(self, call: CopiesDone, copying: dict[int, int]) -> None:
+        for copied in call.done:
+            if copied.number not in copying:
+                raise Divergence(f"copy {copied.number}", "done", "never started")
+            self._copies[copied.number] = (call.now_ns - copying.pop(copied.number), copied.busy_ns)
 
     def _hear(self, plan: StepPlan, result: StepResult, took_ns: int) -> None:
         self._steps[plan.step] = (took_ns, result.busy_ns, result.latency_ns)

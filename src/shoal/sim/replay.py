@@ -7,7 +7,7 @@ from pathlib import Path
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.telemetry import journal
-from shoal.telemetry.journal import Aborted, Applied, Call, Header, Planned, Recorder, Submitted
+from shoal.telemetry.journal import Aborted, Applied, Call, CopiesDone, Header, Planned, Recorder, Submitted
 
 
 class Divergence(Exception):
@@ -65,6 +65,8 @@ def _call(live: Recorder, record: Call) -> None:
                 live.plan(record.now_ns)
             case Applied():
                 live.apply(record.result, record.now_ns)
+            case CopiesDone():
+                live.copied(record.done, record.now_ns)
     except Exception:
         if not record.error:
             raise

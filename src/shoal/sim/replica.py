@@ -1,18 +1,20 @@
 """One simulated replica: the live Scheduler, driven turn by turn as `engine/loop.py` drives it, on a virtual clock.
 
-    woken ──delay──► turn: submits, aborts, plans ──the oldest step's time──► apply ──delay──► turn ...
+    woken ──delay──► turn: copied, submits, aborts, plans ──the oldest step's time──► apply ──delay──► turn ...
 
-What arrives while a step is computed waits for the next turn, here as there. A replica is woken by its first arrival
-when it is idle, and by each apply while anything is live or in flight.
+What arrives while a step is computed waits for the next turn, here as there. A replica is woken by the first arrival
+when it is idle, also by a copy that is done, and by each apply while anything is live or in flight. It is idle, too,
+while requests are live and nothing can be planned for them before a copy is done.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol
 
-from shoal.core.plan import Ended, Event, Refused, StepPlan, StepResult
+from shoal.core.plan import Copied, Ended, Event, KvOp, Refused, StepPlan, StepResult
 from shoal.core.request import RequestSpec
 from shoal.core.stepcost import StepCost
 from shoal.sim.agenda import Agenda
@@ -30,23 +32,34 @@ class Machine(Protocol):
         """When the step is done and what it brings; the one before it is done at `free_ns`. Asked once a step."""
         ...
 
+    def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
+        """When the copy is done; the one before it is done at `free_ns`. Asked once a copy, before its plan's step."""
+        ...
+
 
 class Modelled:
     """A machine that takes exactly what a cost model says, and samples the same token again and again."""
 
     TURN_DELAY_NS, TOKEN = 300_000, 0
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCost, *, copy_bytes_per_s: float = 2e9) -> None:
         self._cost = cost
+        self._copy_bytes_per_s = copy_bytes_per_s
 
     def turn_delay_ns(self) -> int:
         return self.TURN_DELAY_NS
 
     def run(self, plan: StepPlan, now_ns: int, free_ns: int) -> tuple[int, StepResult]:
+        if not plan.slices:
+            return max(now_ns, free_ns), StepResult(plan.step, [])
         busy_ns = self._cost.predict(self._cost.features(plan.slices))
         done_ns = max(now_ns, free_ns) + busy_ns
         tokens = [self.TOKEN for part in plan.slices if part.sample]
         return done_ns, StepResult(plan.step, tokens, busy_ns=busy_ns, latency_ns=done_ns - now_ns)
+
+    def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
+        busy_ns = int(num_bytes / self._copy_bytes_per_s * 1e9)
+        return max(now_ns, free_ns) + busy_ns, Copied(op.number, busy_ns)
 
 
 class Replica:
@@ -64,11 +77,14 @@ class Replica:
         self._machine = machine
         self._agenda = agenda
         self._tell = tell
+        self._copied: list[Copied] = []
         self._submits: list[RequestSpec] = []
         self._aborts: list[str] = []
         self._live: set[str] = set()
         self._in_flight: deque[tuple[int, StepResult]] = deque()  # (done at, result), oldest first
-        self._free_ns = 0  # when the machine has done all that was launched
+        self._free_ns = 0  # when the machine has done all steps that were launched
+        self._copies_free_ns = 0  # and all copies
+        self._num_copying = 0
         self._idle = True
 
     def submit(self, spec: RequestSpec) -> None:
@@ -77,6 +93,10 @@ class Replica:
 
     def abort(self, id: str) -> None:
         self._aborts.append(id)
+        self._wake()
+
+    def _copy_done(self, copied: Copied) -> None:
+        self._copied.append(copied)
         self._wake()
 
     def _wake(self) -> None:
@@ -93,13 +113,17 @@ class Replica:
         if self._in_flight:
             self._agenda.at(max(self._agenda.now_ns, self._in_flight[0][0]), self._finish)
             return
-        assert not self._live, f"{len(self._live)} requests are live, but no step can be planned for them"
+        assert self._num_copying or not self._live, f"{len(self._live)} requests are live, but no step can be planned"
         self._idle = True
 
     def _take_inbox(self) -> None:
         now_ns = self._agenda.now_ns
+        copied, self._copied = self._copied, []
         submits, self._submits = self._submits, []
         aborts, self._aborts = self._aborts, []
+        if copied:
+            self._num_copying -= len(copied)
+            self._take(self._planner.copied(copied, now_ns))
         for spec in submits:
             answer = self._planner.submit(spec, now_ns)
             if isinstance(answer, Refused):
@@ -115,13 +139,22 @@ class Replica:
             plan = self._planner.plan(now_ns)
             if plan is None:
                 return
+            for op in plan.ops:
+                self._start_copy(op)
             self._free_ns, result = self._machine.run(plan, now_ns, self._free_ns)
             self._in_flight.append((self._free_ns, result))
+
+    def _start_copy(self, op: KvOp) -> None:
+        now_ns = self._agenda.now_ns
+        num_bytes = len(op.device_blocks) * self._planner.limits.block_bytes
+        self._copies_free_ns, copied = self._machine.copy(op, num_bytes, now_ns, self._copies_free_ns)
+        self._num_copying += 1
+        self._agenda.at(self._copies_free_ns, partial(self._copy_done, copied))
 
     def _finish(self) -> None:
         _, result = self._in_flight.popleft()
         self._take(self._planner.apply(result, self._agenda.now_ns))
-        if self._in_flight or self._live or self._submits or self._aborts:
+        if self._in_flight or self._live or self._copied or self._submits or self._aborts:
             self._turn_later()
         else:
             self._idle = True

@@ -2,11 +2,13 @@
 
 It holds prompts and outputs as token ids, which is why it is off by default and its file is mode 0600.
 
-    {"op": "header", ...}                                    what a fresh Scheduler needs: limits, key root, costs
-    {"op": "submit" | "abort" | "plan" | "apply", "now_ns": ..., its other inputs, what the scheduler answered}
+    {"op": "header", ...}                         what a fresh Scheduler needs: limits, key root, costs
+    {"op": "submit" | "abort" | "plan" | "apply" | "copied",
+     "now_ns": ..., its other inputs, what the scheduler answered}
 
-Costs are learned inside `apply` and from results alone, so header and inputs determine every later plan. An engine that
-starts again appends another header: a journal may hold several runs, and the one before a crash is never overwritten.
+Costs are learned inside `apply` and `copied` and from results alone, so header and inputs determine every later plan.
+An engine that starts again appends another header: a journal may hold several runs, and the one before a crash is never
+overwritten.
 
 The step thread encodes a line into a bounded buffer; a thread of the journal's own writes it, at most 0.2 s later.
 A failed write or a full buffer switches the journal off with one log line, and serving goes on: a journal may end
@@ -26,11 +28,26 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Ended, Event, Preempted, PromptScored, Refused, StepPlan, StepResult, Token, View
+from shoal.core.plan import (
+    Accepted,
+    Copied,
+    Ended,
+    Event,
+    Parked,
+    Preempted,
+    PromptScored,
+    Refused,
+    Resumed,
+    Started,
+    StepPlan,
+    StepResult,
+    Token,
+    View,
+)
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 
-VERSION = 1
+VERSION = 2
 MAX_BUFFER_BYTES = 16 << 20
 FLUSH_S = 0.2
 CLOSE_S = 2.0  # longest wait for the last lines
@@ -77,10 +94,25 @@ class Applied(_Line, frozen=True, tag="apply"):
     error: str = ""
 
 
-Call = Submitted | Aborted | Planned | Applied
+class CopiesDone(_Line, frozen=True, tag="copied"):
+    now_ns: int
+    done: list[Copied]
+    events: list[Any]
+    error: str = ""
+
+
+Call = Submitted | Aborted | Planned | Applied | CopiesDone
 Record = Header | Call
 
-_KINDS: dict[type, str] = {Token: "token", PromptScored: "prompt_scored", Preempted: "preempted", Ended: "ended"}
+_KINDS: dict[type, str] = {
+    Token: "token",
+    PromptScored: "prompt_scored",
+    Started: "started",
+    Preempted: "preempted",
+    Parked: "parked",
+    Resumed: "resumed",
+    Ended: "ended",
+}
 encode = msgspec.json.Encoder().encode
 
 
@@ -147,6 +179,16 @@ class Recorder:
             raise
         if self._sink.on:
             self._write(Applied(now_ns, result, _tagged(events)))
+        return events
+
+    def copied(self, done: list[Copied], now_ns: int) -> list[Event]:
+        try:
+            events = self._scheduler.copied(done, now_ns)
+        except Exception as error:
+            self._end_with(CopiesDone(now_ns, done, [], _named(error)))
+            raise
+        if self._sink.on:
+            self._write(CopiesDone(now_ns, done, _tagged(events)))
         return events
 
     def view(self) -> View:

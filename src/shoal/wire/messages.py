@@ -14,7 +14,7 @@ import msgspec
 from shoal.core.plan import Logprobs, View
 from shoal.core.request import Finish, Refusal, RequestSpec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 16 << 20
 MAX_CHOICES = 16  # specs in one Submit
 
@@ -104,12 +104,15 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     prompt_start: int = 0
     prompt_logprobs: tuple[Logprobs, ...] = ()
     ending: Ending | None = None
+    waited_ns: int | None = None  # until its first slice; told once
+    parked: bool | None = None  # True: preempted, with its KV kept or without; False: back among the running
 
 
 class Refusing(msgspec.Struct, frozen=True, array_like=True):
     id: str
     reason: Refusal
     message: str
+    retry_after_ms: int = 0  # when a place is predicted to be free; 0: nobody knows
 
 
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

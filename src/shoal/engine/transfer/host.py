@@ -1,0 +1,35 @@
+"""The host tier's memory: blocks of the KV store copied whole, each in one piece.
+
+Shape letters: N layers, B blocks of the store, H blocks of the host tier, X bytes of a block in one layer.
+"""
+
+from __future__ import annotations
+
+from shoal.engine.device import Device
+from shoal.engine.kvstore import KVStore
+
+
+class HostBlocks:
+    """Bytes [H, N, X], beside the store's [N, B, X]."""
+
+    def __init__(self, store: KVStore, device: Device, num_blocks: int) -> None:
+        self._device_NBX = store.bytes_NBX
+        num_layers, self.num_device_blocks, num_bytes = self._device_NBX.shape
+        self.num_blocks = num_blocks
+        self.block_bytes = num_layers * num_bytes
+        self._host_HNX = device.host_pool(num_blocks * self.block_bytes).view(num_blocks, num_layers, num_bytes)
+        self._copy = device.copies()
+
+    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> None:
+        """`count` blocks that lie side by side here and there; `out`: from the device. Returns when they are there.
+
+        From any thread, as long as nobody else touches these blocks.
+        """
+        assert 0 <= device_block <= self.num_device_blocks - count, f"{count} blocks of the device from {device_block}"
+        assert 0 <= host_block <= self.num_blocks - count, f"{count} blocks of the host from {host_block}"
+        device_NcX = self._device_NBX[:, device_block : device_block + count]
+        host_NcX = self._host_HNX[host_block : host_block + count].transpose(0, 1)
+        if out:
+            self._copy(host_NcX, device_NcX)
+        else:
+            self._copy(device_NcX, host_NcX)
