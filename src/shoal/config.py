@@ -10,9 +10,10 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import reprlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,11 +24,16 @@ import yaml
 from msgspec import Meta, inspect
 
 from shoal.controller.config import ClusterConfig, ControllerConfig
+from shoal.core.classes import DEFAULT_CLASSES, ServiceClass
 from shoal.engine.config import EngineConfig
 from shoal.gateway.config import GatewayConfig
 
 MAX_FILE_BYTES = 1 << 20
 SECRETS = frozenset({"api_key", "api_keys", "apikey", "secret", "password", "token", "hf_token"})
+CLASSES = "classes"  # the section whose keys are names of service classes
+MAX_CLASSES = 32  # each is a value of metric labels
+
+_CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +53,49 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassConfig:
+    """A ServiceClass as a file may give it: core, where that lives with its defaults, has no bounds and no prose."""
+
+    rank: Annotated[int, Meta(ge=0, le=99, description="lower is more urgent: it may preempt what is higher")]
+    weight: Annotated[float, Meta(gt=0, le=1_000_000, description="worth of a token beside one of another class")]
+    ttft_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            extra_json_schema={"unit": "ms"},
+            description="target: from arrival to the first token; 0: none",
+        ),
+    ]
+    tpot_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400_000,
+            extra_json_schema={"unit": "ms"},
+            description="target: mean time between tokens; 0: none",
+        ),
+    ]
+    max_wait_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=604_800,
+            extra_json_schema={"unit": "s"},
+            description="an admitted request never waits longer for its next slice",
+        ),
+    ]
+    max_queue: Annotated[int, Meta(ge=1, description="most requests of the class that wait in a replica")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    classes: dict[str, ServiceClass] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
 
 
 SECTIONS: dict[str, type] = {
@@ -112,11 +155,12 @@ def load(path: Path | str | None = None, overrides: Mapping[str, Any] | None = N
     for name, value in overrides.items():
         section, _, key = name.partition(".")
         values.setdefault(section, {})[key] = value
-    sections = {name: _section(name, values.pop(name, {}), overrides, problems) for name in SECTIONS}
-    problems += [Problem(str(name), _unknown(str(name), "", SECTIONS)) for name in values]
+    sections = {name: _converted(name, values.pop(name, {}), _fields(name), overrides, problems) for name in SECTIONS}
+    classes = _classes(values.pop(CLASSES, {}), problems)
+    problems += [Problem(str(name), _unknown(str(name), "", (*SECTIONS, CLASSES))) for name in values]
     if problems:
         raise ConfigError(problems)
-    return Config(**{name: SECTIONS[name](**fields) for name, fields in sections.items()})
+    return Config(**{name: SECTIONS[name](**fields) for name, fields in sections.items()}, classes=classes)
 
 
 def _read(path: Path, problems: list[Problem]) -> dict[str, dict[str, Any]]:
@@ -131,23 +175,27 @@ def _read(path: Path, problems: list[Problem]) -> dict[str, dict[str, Any]]:
         raise ConfigError([Problem("", f"{path}: not YAML: {' '.join(str(error).split())}")]) from None
     if document is None:
         return {}
+    known = (*SECTIONS, CLASSES)
     if not isinstance(document, dict):
-        raise ConfigError([Problem("", f"{path}: expected sections ({', '.join(SECTIONS)}), got {_show(document)}")])
+        raise ConfigError([Problem("", f"{path}: expected sections ({', '.join(known)}), got {_show(document)}")])
     sections = {}
     for name, content in document.items():
         if content is None or isinstance(content, dict):
             sections[name] = dict(content or {})
-        elif name in SECTIONS:
+        elif name in known:
             problems.append(Problem(name, f"expected keys and values, got {_show(content)}"))
         else:
             sections[name] = {}  # reported as unknown
     return sections
 
 
-def _section(
-    section: str, values: dict[Any, Any], overrides: Mapping[str, Any], problems: list[Problem]
+def _converted(
+    section: str,
+    values: dict[Any, Any],
+    fields: Mapping[str, Row],
+    overrides: Mapping[str, Any],
+    problems: list[Problem],
 ) -> dict[str, Any]:
-    fields = _fields(section)
     good = {}
     for key, value in values.items():
         name = f"{section}.{key}"
@@ -163,7 +211,34 @@ def _section(
     return good
 
 
-def _unknown(key: str, section: str, known: Mapping[str, Any]) -> str:
+def _classes(values: dict[Any, Any], problems: list[Problem]) -> dict[str, ServiceClass]:
+    """The file's classes over the built-in ones, so that none of these is ever missing."""
+    classes = dict(DEFAULT_CLASSES)
+    for name, given in values.items():
+        if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
+            allowed = "a lower-case letter, then at most 31 of a-z, 0-9, _ and -"
+            problems.append(Problem(CLASSES, f"a class cannot be called {_show(name)}; allowed: {allowed}"))
+            continue
+        where = f"{CLASSES}.{name}"
+        if given is not None and not isinstance(given, dict):
+            problems.append(Problem(where, f"expected keys and values, got {_show(given)}"))
+            continue
+        good = _converted(where, given or {}, _class_fields(), {}, problems)
+        if name not in classes and "rank" not in (given or {}):
+            problems.append(Problem(f"{where}.rank", _no_rank(name)))
+        classes[name] = replace(classes.get(name, ServiceClass(rank=0)), **good)
+    if len(classes) > MAX_CLASSES:
+        problems.append(Problem(CLASSES, f"{len(classes)} classes, built-in ones included; allowed: {MAX_CLASSES}"))
+    return classes
+
+
+def _no_rank(name: str) -> str:
+    near = difflib.get_close_matches(name, DEFAULT_CLASSES, n=1, cutoff=0.5)
+    hint = f"; did you mean {CLASSES}.{near[0]}?" if near else ""
+    return f"a class that is not built in must have it; allowed: {_class_fields()['rank'].bounds}{hint}"
+
+
+def _unknown(key: str, section: str, known: Collection[str]) -> str:
     if key.lower().replace("-", "_") in SECRETS:
         return "secrets do not belong in a file; set the environment variable SHOAL_API_KEY (the API's key) instead"
     what = f"unknown key in section {section}" if section else "unknown section"
@@ -191,17 +266,34 @@ def dump(config: Config) -> str:
 def rows(config: Config | None = None) -> list[Row]:
     """Every field, in order, with the values of `config`; without one, the defaults."""
     config = config or Config()
-    return [
+    in_sections = [
         replace(row, value=getattr(getattr(config, section), row.key))
         for section in SECTIONS
         for row in _fields(section).values()
+    ]
+    return in_sections + [row for name, service in config.classes.items() for row in _class_rows(name, service)]
+
+
+def _class_rows(name: str, service: ServiceClass) -> list[Row]:
+    default = DEFAULT_CLASSES.get(name, ServiceClass(rank=service.rank))
+    return [
+        replace(row, key=f"{name}.{key}", value=getattr(service, key), default=getattr(default, key))
+        for key, row in _class_fields().items()
     ]
 
 
 @cache
 def _fields(section: str) -> dict[str, Row]:
-    cls = SECTIONS[section]
-    defaults = cls()
+    return _explained(section, SECTIONS[section], SECTIONS[section]())
+
+
+@cache
+def _class_fields() -> dict[str, Row]:
+    return _explained(CLASSES, ClassConfig, ServiceClass(rank=0))
+
+
+def _explained(section: str, cls: type, defaults: object) -> dict[str, Row]:
+    """A row for each annotated field of a dataclass."""
     annotations = typing.get_type_hints(cls, include_extras=True)
     info = inspect.type_info(cls)
     assert isinstance(info, inspect.DataclassType)

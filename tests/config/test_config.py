@@ -72,7 +72,7 @@ def test_what_is_dumped_is_read_back_equal(tmp_path):
         ("engine: {zzz: 3}", "engine.zzz", "unknown key in section engine; known: dtype, device,"),
         ("gatway: {port: 1}", "gatway", "unknown section; did you mean gateway?"),
         ("port: 8000", "port", "it is gateway.port or controller.port"),
-        ("5: {}", "5", "known: model, engine, gateway, controller, cluster"),
+        ("5: {}", "5", "known: model, engine, gateway, controller, cluster, classes"),
         ("engine: 3", "engine", "expected keys and values, got 3"),
         ("engine: {max_num_seqs: 0}", "engine.max_num_seqs", "0 is not allowed; allowed: whole number, 1 to 4096"),
         ("engine: {max_num_seqs: 4097}", "engine.max_num_seqs", "4097 is not allowed"),
@@ -81,7 +81,11 @@ def test_what_is_dumped_is_read_back_equal(tmp_path):
         ("engine: {max_num_seqs: true}", "engine.max_num_seqs", "True is not allowed"),
         ("engine: {max_num_seqs: null}", "engine.max_num_seqs", "None is not allowed"),
         ("engine: {max_num_seqs: [1]}", "engine.max_num_seqs", "[1] is not allowed"),
-        ("engine: {max_queue: 0}", "engine.max_queue", "0 is not allowed; allowed: whole number, at least 1"),
+        (
+            "gateway: {max_connections: 0}",
+            "gateway.max_connections",
+            "0 is not allowed; allowed: whole number, at least 1",
+        ),
         ("engine: {block_size: 7}", "engine.block_size", "7 is not allowed; allowed: 8, 16, 32, 64, 128"),
         ("engine: {dtype: int8}", "engine.dtype", "allowed: auto, bfloat16, float16, float32"),
         (

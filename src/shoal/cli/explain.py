@@ -32,7 +32,7 @@ def _print(values: configuration.Config) -> None:
         if section and row.section != section:
             typer.echo()
         section = row.section
-        value = f"{row.name:<31}{plain(row.value)} {row.unit}".rstrip()
+        value = f"{row.name:<30} {plain(row.value)} {row.unit}".rstrip()
         allowed = f"[{row.bounds}; default: {plain(row.default)}]"
         typer.echo(typer.style(f"{value:<46}", bold=row.value != row.default) + f"  {allowed}")
         typer.echo(f"    {row.description}")
