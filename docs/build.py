@@ -10,6 +10,7 @@ import typer
 from shoal import config
 from shoal.cli.app import app
 from shoal.cli.options import flag, plain
+from shoal.core.classes import DEFAULT_CLASSES
 
 HERE = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by `make docs` from the code. -->\n"
@@ -38,7 +39,29 @@ def configuration() -> str:
             if row.section == section
         ]
         text += f"\n## {section}\n\n" + table(["field", "option", "default", "unit", "allowed", "meaning"], rows)
-    return text
+    return text + classes()
+
+
+def classes() -> str:
+    """The built-in classes side by side."""
+    found = {
+        name: [row for row in config.rows() if row.name.startswith(f"classes.{name}.")] for name in DEFAULT_CLASSES
+    }
+    rows = [
+        [
+            f"`{same[0].key.rpartition('.')[2]}`",
+            *(f"`{plain(row.default)}`" for row in same),
+            same[0].unit,
+            same[0].bounds,
+            same[0].description,
+        ]
+        for same in zip(*found.values(), strict=True)
+    ]
+    return (
+        "\n## classes\n\nA mapping by name: values of these, and classes of your own, which must give their rank "
+        "([what they mean](../classes.md)).\n\n"
+        + table(["field", *(f"`{name}`" for name in found), "unit", "allowed", "meaning"], rows)
+    )
 
 
 def commands() -> str:

@@ -14,7 +14,7 @@ from shoal import config as configuration
 from shoal.cli.options import flag, plain
 from tests.support.command import flat, shoal, shoal_here
 
-COMMANDS = ("serve", "pull", "chat", "generate", "status", "config", "gateway", "engine", "controller")
+COMMANDS = ("serve", "pull", "chat", "generate", "status", "config", "key", "gateway", "engine", "controller")
 
 
 def test_help_imports_nothing_heavy():
@@ -156,7 +156,7 @@ def test_config_shows_every_field_and_its_value(tmp_path):
 def test_config_as_yaml_is_a_configuration_file(tmp_path):
     done = shoal_here("config", "--yaml")
     assert configuration.load(None, {}) == configuration.Config()
-    assert set(yaml.safe_load(done.stdout)) == set(configuration.SECTIONS)
+    assert set(yaml.safe_load(done.stdout)) == {*configuration.SECTIONS, configuration.CLASSES}
     (tmp_path / "all.yaml").write_text(done.stdout)
     assert configuration.load(tmp_path / "all.yaml") == configuration.Config()
 

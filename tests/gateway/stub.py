@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from shoal.core.classes import DEFAULT_CLASSES, ServiceClass
+from shoal.core.plan import ClassView
 from shoal.core.request import Finish, RequestSpec
 from shoal.gateway.auth import Keys
 from shoal.gateway.config import GatewayConfig
@@ -44,10 +46,12 @@ class StubEngine:
     num_keep_alives: int = 0
     connection: Connection | None = None
     num_connections: int = 0
+    waiting: dict[str, int] = field(default_factory=dict)  # by class, as its view says
 
     def say(self, updates: Iterable[Update] = (), refused: Iterable[Refusing] = (), num_running: int = 0) -> None:
         self.step += 1
-        view = replace(VIEW, step=self.step, num_running=num_running)
+        classes = {name: ClassView(0, count, 0, 0) for name, count in self.waiting.items()}
+        view = replace(VIEW, step=self.step, num_running=num_running, classes=classes)
         self.tell(Frame(view=view, updates=tuple(updates), refused=tuple(refused), ready=self.ready))
 
     def tell(self, message: Message) -> None:
@@ -111,14 +115,20 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    model_dir: Path, folder: Path, *engines: StubEngine, members: str = "", **config: Any
+    model_dir: Path,
+    folder: Path,
+    *engines: StubEngine,
+    keys: Keys | None = None,
+    classes: Mapping[str, ServiceClass] = DEFAULT_CLASSES,
+    **config: Any,
 ) -> AsyncIterator[Stage]:
     """Engine n listens at folder/n.sock. Ends with everything closed."""
     addresses = [f"unix:{folder}/{number}.sock" for number in range(len(engines))]
     listeners = [await engine.listen(at) for engine, at in zip(engines, addresses, strict=True)]
     gateway = Gateway(
-        GatewayConfig(port=0, **config),
-        keys=Keys([]),
+        GatewayConfig(**({"port": 0, "batch_dir": f"{folder}/batches"} | config)),
+        keys=keys or Keys([]),
+        classes=classes,
         prompts=Prompts(Tokenizer.load(model_dir), ChatTemplate.load(model_dir)),
         advised=advised_sampling(model_dir),
         served_name=MODEL,

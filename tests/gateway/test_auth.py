@@ -6,9 +6,10 @@ import hmac
 
 import pytest
 
-from shoal.gateway.auth import FAILED_TRIES, MAX_GUESSERS, Keys, check_bind
+from shoal.gateway.auth import FAILED_TRIES, MAX_GUESSERS, Grant, Keys, check_bind, digest, single
 from shoal.gateway.errors import ApiError
 from shoal.gateway.http import origin
+from shoal.gateway.tenants import TenantLimits
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,78 @@ def test_any_other_bind_needs_one(host: str) -> None:
     with pytest.raises(ValueError, match="SHOAL_API_KEY"):
         check_bind(host, Keys([]))
     check_bind(host, Keys(["k"]))
+
+
+# -- keys with a grant -------------------------------------------------------------------------------------------------
+
+ACME = Grant(tenant="acme", classes=("batch",), limits=TenantLimits(max_in_flight=1))
+PROXY = Grant(tenant="portal", classes=("standard",), limits=TenantLimits(max_in_flight=9), proxy=True)
+LISTED = {digest(b"k-acme"): ACME, digest(b"k-proxy"): PROXY}
+
+
+def test_a_key_brings_its_grant() -> None:
+    keys = Keys(["own"], LISTED)
+    assert keys.check(b"Bearer k-acme", "a", 0.0) == ACME
+    assert keys.check(b"Bearer own", "a", 0.0) == Grant()
+    assert wrong(keys, 0.0) == "invalid_api_key"
+    assert Keys([]).check(None, "a", 0.0) == Grant()
+
+
+def test_what_the_file_says_of_a_key_holds_where_the_environment_has_it_too() -> None:
+    assert Keys(["k-acme"], LISTED).check(b"Bearer k-acme", "a", 0.0) == ACME
+
+
+def test_the_digest_is_no_key() -> None:
+    for shown in (digest(b"k-acme").hex(), f"sha256:{digest(b'k-acme').hex()}"):
+        with pytest.raises(ApiError, match="not accepted"):
+            Keys([], LISTED).check(f"Bearer {shown}".encode(), "a", 0.0)
+
+
+def test_guessing_is_limited_for_listed_keys_too_and_across_a_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    keys = Keys(["own"], LISTED)
+    assert [wrong(keys, 0.0) for _ in range(FAILED_TRIES)] == ["invalid_api_key"] * FAILED_TRIES
+    assert len(compared) == FAILED_TRIES * 3, "each is compared, whatever the outcome"
+    keys.replace(LISTED)
+    assert wrong(keys, 0.0) == "too_many_failed_keys"
+    assert keys.check(b"Bearer k-acme", "a", 0.0) == ACME
+
+
+def acting(key: bytes, *headers: tuple[bytes, bytes]) -> Grant:
+    keys = Keys([], LISTED)
+    return keys.on_behalf(keys.check(b"Bearer " + key, "a", 0.0), headers)
+
+
+def test_a_proxy_says_for_whom_it_asks() -> None:
+    assert acting(b"k-proxy", (b"x-tenant-id", b"globex")) == Grant(
+        tenant="globex", classes=PROXY.classes, limits=PROXY.limits, proxy=True
+    )
+    assert acting(b"k-proxy") == PROXY
+    assert acting(b"k-proxy", (b"x-tenant-id", b"acme")).limits == ACME.limits, "a tenant of the file has its own"
+    assert acting(b"k-proxy", (b"x_tenant_id", b"globex"), (b"x-shoal-tenant", b"globex")) == PROXY
+
+
+@pytest.mark.parametrize("name", [b"", b" ", b"a b", b"a,b", b"a\x00", b"\xff", b"-a", b"a" * 129, b"../a"])
+def test_a_name_that_is_none_is_refused(name: bytes) -> None:
+    with pytest.raises(ApiError, match="x-tenant-id is") as caught:
+        acting(b"k-proxy", (b"x-tenant-id", name))
+    assert caught.value.shape.status == 400
+
+
+def test_two_names_are_refused_also_where_they_are_the_same() -> None:
+    with pytest.raises(ApiError, match="x-tenant-id is there 2 times"):
+        acting(b"k-proxy", (b"x-tenant-id", b"a"), (b"x-tenant-id", b"a"))
+
+
+@pytest.mark.parametrize("names", [[b"globex"], [b"portal"], [b""], [b"a b"], [b"a", b"b"]])
+def test_what_others_say_of_tenants_is_not_read(names: list[bytes]) -> None:
+    headers = [(b"x-tenant-id", name) for name in names]
+    assert acting(b"k-acme", *headers) == ACME
+    assert Keys([]).on_behalf(Grant(), headers) == Grant()
+    assert Keys(["own"]).on_behalf(Grant(), headers) == Grant()
+
+
+def test_a_single_header() -> None:
+    assert single([(b"a", b"1"), (b"b", b"2")], b"b") == b"2"
+    assert single([], b"b") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Service:
         return sock
 
     def counts(self, name: str) -> dict[str, float]:
-        """Values of one of the gateway's metrics by its label ("" where it has none)."""
+        """Values of one of the gateway's metrics by its last label ("" where it has none), summed over the others."""
         return metric(f"{self.url}/metrics", name)
 
     def engine_count(self, name: str, number: int = 0) -> float:
@@ -117,8 +118,11 @@ class Service:
 def metric(url: str, name: str) -> dict[str, float]:
     with urlopen(url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-    samples = [sample for family in families for sample in family.samples if sample.name == f"shoal:{name}"]
-    return {next(iter(sample.labels.values()), ""): sample.value for sample in samples}
+    found: dict[str, float] = {}
+    for sample in (sample for family in families for sample in family.samples if sample.name == f"shoal:{name}"):
+        *_, value = ("", *sample.labels.values())
+        found[value] = found.get(value, 0.0) + sample.value
+    return found
 
 
 @contextmanager
@@ -126,9 +130,10 @@ def gateway_process(
     model_dir: Path, engines: Sequence[str], *options: str, env: dict[str, str] | None = None
 ) -> Iterator[tuple[str, Process]]:
     command = [sys.executable, "-m", "shoal.cli", "gateway", "--model", str(model_dir), "--served-model-name", MODEL]
-    command += ["--port", "0", *(part for address in engines for part in ("--engine", address)), *options]
-    with running(command, env) as process:
-        yield process.wait_line(r"gateway\.serving url=(\S+)")[1], process
+    command += ["--port", "0", *(part for address in engines for part in ("--engine", address))]
+    with tempfile.TemporaryDirectory() as folder:
+        with running([*command, "--batch-dir", f"{folder}/batches", *options], env) as process:
+            yield process.wait_line(r"gateway\.serving url=(\S+)")[1], process
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli import chat, explain, generate, processes, pull, serve, status
+from shoal.cli import batch, chat, explain, generate, key, processes, pull, serve, status
 
 app = typer.Typer(
     name="shoal",
@@ -22,8 +22,10 @@ app.command("serve")(serve.serve)
 app.command("pull")(pull.pull)
 app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
+app.command("batch")(batch.batch)
 app.command("status")(status.status)
 app.command("config")(explain.config)
+app.command("key")(key.key)
 app.command("gateway")(processes.gateway)
 app.command("engine")(processes.engine)
 app.command("controller")(processes.controller)

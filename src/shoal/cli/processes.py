@@ -41,6 +41,7 @@ def engine(
 
     main.run(
         values.engine,
+        classes=values.classes,
         model_dir=models.resolve(values.model.name),
         served_name=values.model.public_name,
         name=name,
@@ -62,7 +63,7 @@ def gateway(
     """Start one gateway: the OpenAI-compatible API.
 
     The processes of one service share a secret, in the environment variable SHOAL_SECRET. Keys that clients must show
-    are in SHOAL_API_KEY, with commas between them.
+    are in SHOAL_API_KEY, with commas between them, or as digests in the file of --key-file.
     """
     values = resolve(config, settings, model)
     from shoal import models
@@ -70,6 +71,7 @@ def gateway(
 
     main.run(
         values.gateway,
+        classes=values.classes,
         model_dir=models.resolve(values.model.name),
         served_name=values.model.public_name,
         name=name,

@@ -30,19 +30,22 @@ Model = Annotated[
 def serve(model: Model = None, *, config: ConfigFile = None, settings: dict[str, Any]) -> None:
     """Serve a model: gateway, controller and engines on this machine, until Ctrl-C.
 
-    Fetches the model if it is not here. Set SHOAL_API_KEY in the environment to ask clients for a key.
+    Fetches the model if it is not here. Set SHOAL_API_KEY in the environment, or --key-file, to ask clients for a key.
     """
     values = resolve(config, settings, model)
     if values.engine.journal and values.cluster.replicas > 1:
         raise typer.BadParameter("--journal records one engine; allowed with --replicas 1 only")
     from shoal.controller.launchers import local
-    from shoal.gateway.auth import check_bind, keys_from_environment
+    from shoal.gateway import keyfile
+    from shoal.gateway.auth import check_bind
 
-    check_bind(values.gateway.host, keys_from_environment())
+    keys, _ = keyfile.load(values.gateway.key_file, values.classes)
+    check_bind(values.gateway.host, keys)
     fetch(values.model.name)
 
     def on_ready(service: Service) -> None:
-        typer.echo(invitation(values.model.public_name, service, os.environ.get("SHOAL_API_KEY", "")))
+        shown = os.environ.get("SHOAL_API_KEY", "") or values.gateway.key_file
+        typer.echo(invitation(values.model.public_name, service, shown))
 
     code = local.run(
         configuration.dump(values),
@@ -55,7 +58,7 @@ def serve(model: Model = None, *, config: ConfigFile = None, settings: dict[str,
 
 
 def invitation(model: str, service: Service, keys: str) -> str:
-    """What to do with a service that is ready. `keys` are the environment's; the line names them, it shows none."""
+    """What to do with a service that is ready. `keys`: of the environment, or where they are; it shows none of them."""
     question = {
         "model": model,
         "messages": [{"role": "user", "content": "What is a shoal of fish?"}],

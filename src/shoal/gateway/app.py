@@ -15,7 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Router
 from starlette.types import Message, Receive, Scope, Send
 
-from shoal.gateway.auth import Keys
+from shoal.gateway import slo
+from shoal.gateway.auth import Keys, single
 from shoal.gateway.errors import ApiError, Reason, internal
 from shoal.gateway.http import origin
 from shoal.gateway.metrics import Metrics
@@ -39,8 +40,7 @@ class App:
         assert scope["type"] == "http", scope["type"]  # the server is started without the other kinds
         record = Record(id=secrets.token_hex(8), arrived_s=time.monotonic())
         record.counted = scope["method"] == "POST" and scope["path"] in TEXT_PATHS
-        headers = dict(scope["headers"])
-        request_id = _request_id(headers.get(b"x-request-id"), record.id)
+        request_id = _request_id(dict(scope["headers"]).get(b"x-request-id"), record.id)
         scope["shoal.record"] = record
         scope["app"] = self  # Starlette then raises what it would answer itself
         if record.counted:
@@ -49,21 +49,19 @@ class App:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message["headers"], *_marks(record, request_id)]
             await send(message)
 
         try:
-            await self._answer(scope, headers, receive, send_marked, record)
+            await self._answer(scope, receive, send_marked, record)
         finally:
             self._close_books(scope, record, request_id)
 
-    async def _answer(
-        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send, record: Record
-    ) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
         extra: tuple[tuple[str, str], ...] = ()
         try:
             if scope["path"] not in PUBLIC_PATHS:
-                self._keys.check(headers.get(b"authorization"), origin(scope["client"]), time.monotonic())
+                self._let_in(scope, record)
             if _CONTROL.search(scope["path"]):  # a pattern's `$` would overlook a line end
                 raise ApiError(Reason.NOT_FOUND, "there is no such path")
             await self._router(scope, receive, send)
@@ -83,24 +81,59 @@ class App:
             raise error  # half of an answer is out: the server cuts the connection
         await _send_error(error, extra, send)
 
+    def _let_in(self, scope: Scope, record: Record) -> None:
+        """Raises ApiError unless the key is right."""
+        headers = scope["headers"]
+        grant = self._keys.check(single(headers, b"authorization"), origin(scope["client"]), time.monotonic())
+        record.grant = self._keys.on_behalf(grant, headers)
+
     def _close_books(self, scope: Scope, record: Record, request_id: str) -> None:
+        if record.lease is not None:
+            nothing_done = record.job is None or not record.job.num_output_tokens
+            record.lease.release(turned_away=nothing_done and record.error is not None and record.error.before_work)
         took_s = time.monotonic() - record.arrived_s
         outcome, reason = _outcome(record)
         if record.counted:
-            self._metrics.outcomes[outcome].labels(reason).inc()
+            service_class = "" if record.terms is None else record.terms.service_class
+            self._metrics.outcomes[outcome].labels(reason, service_class).inc()
+            self._judge(record, outcome, took_s)
             if outcome == "ok":
                 self._observe(record, took_s)
         if self._request_log and scope["path"] not in UNLOGGED_PATHS:
             what = {"id": record.id, "request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
             how = {"status": record.status, "outcome": outcome, "reason": reason, "ms": round(took_s * 1000, 1)}
-            log.info("request", what | how | _sizes(record))
+            log.info("request", what | how | _whose(record) | _sizes(record))
+
+    def _judge(self, record: Record, outcome: str, took_s: float) -> None:
+        if record.terms is None:
+            return
+        job = record.job
+        asked_s = record.arrived_s if job is None else job.order.asked_s  # a slow sender is not our delay
+        verdict = slo.verdict(
+            record.terms,
+            outcome,
+            status=0 if record.error is None else record.error.shape.status,
+            took_s=record.arrived_s + took_s - asked_s,
+            ttft_s=None if job is None or job.first_token_s is None else job.first_token_s - asked_s,
+            tpot_s=None if job is None else job.token_s,
+        )
+        if verdict is not None:
+            self._metrics.judge(record.terms.service_class, verdict)
 
     def _observe(self, record: Record, took_s: float) -> None:
-        job = record.job
         self._metrics.e2e.observe(took_s)
-        if job is not None and job.first_token_s is not None and job.num_output_tokens > len(job.outputs):
-            decode_s = record.arrived_s + took_s - job.first_token_s
-            self._metrics.per_token.observe(decode_s * len(job.outputs) / (job.num_output_tokens - len(job.outputs)))
+        if record.job is not None and (token_s := record.job.token_s) is not None:
+            self._metrics.per_token.observe(token_s)
+
+
+def _marks(record: Record, request_id: str) -> list[tuple[bytes, bytes]]:
+    """Headers of every response. How long it was queued is known once a replica has begun."""
+    marks = [(b"x-request-id", request_id.encode())]
+    if record.terms is not None:
+        marks.append((b"x-shoal-class", record.terms.service_class.encode()))
+    if record.job is not None and record.job.queue_ns is not None:
+        marks.append((b"x-shoal-queue-ms", f"{record.job.queue_ns / 1e6:.1f}".encode()))
+    return marks
 
 
 def _outcome(record: Record) -> tuple[str, str]:
@@ -114,6 +147,11 @@ def _outcome(record: Record) -> tuple[str, str]:
     if not record.job.exhausted:
         return "aborted", "abandoned"  # the task was cancelled: the process ends
     return "ok", record.job.finish_reason
+
+
+def _whose(record: Record) -> dict[str, object]:
+    whose: dict[str, object] = {"tenant": record.grant.tenant} if record.grant.tenant else {}
+    return whose if record.terms is None else whose | {"class": record.terms.service_class}
 
 
 def _sizes(record: Record) -> dict[str, object]:
@@ -148,7 +186,7 @@ async def _send_error(error: ApiError, extra: tuple[tuple[str, str], ...], send:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        *((name.lower().encode(), value.encode()) for name, value in (*error.shape.headers, *extra)),
+        *((name.lower().encode(), value.encode()) for name, value in (*error.headers, *extra)),
     ]
     await send({"type": "http.response.start", "status": error.shape.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shoal.core.request import RequestSpec
 from shoal.gateway.output import ChoiceOutput
 from shoal.gateway.params import Params
+from shoal.gateway.terms import Terms
 from shoal.gateway.text.decode import IncrementalDecoder
 from shoal.gateway.text.stop import StopMatcher
 from shoal.gateway.text.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ def specs(
     *,
     first: int = 0,
     prefix_keys: tuple[bytes, ...] = (),
+    terms: Terms = Terms(),
 ) -> list[RequestSpec]:
     """Leader first; their ids are `id`.`first`, `id`.`first + 1` … Without a seed one is drawn, for all of them."""
     seed = (params.seed if params.seed is not None else secrets.randbits(63)) % (1 << 64)
@@ -38,7 +40,12 @@ def specs(
             sampling=unscored if choice else sampling,
             choice=choice,
             leader=f"{id}.{first}" if choice else None,
-            priority=params.priority,
+            service_class=terms.service_class,
+            priority=terms.order(params.priority),
+            ttft_ms=terms.ttft_ms,
+            tpot_ms=terms.tpot_ms,
+            tenant=terms.tenant,
+            salt=terms.tenant,
             prefix_keys=prefix_keys,
         )
         for choice in range(params.n)

@@ -10,9 +10,11 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shoal.core.classes import ServiceClass
 from shoal.core.kv import hashing
 from shoal.core.request import Refusal, RequestSpec
 from shoal.fleet import stream
@@ -26,7 +28,7 @@ from shoal.gateway.output import ChoiceOutput
 from shoal.gateway.prompts import off_loop
 from shoal.gateway.replicas import Replicas
 from shoal.gateway.text.tokenizer import Tokenizer
-from shoal.wire.messages import EngineInfo, Update
+from shoal.wire.messages import EngineInfo, Refusing, Update
 
 TICK_S = 0.25
 
@@ -48,6 +50,8 @@ class Attempts:
         self._link: EngineLink | None = None
         self._ids: tuple[str, ...] = ()  # of the open attempt
         self._retry: asyncio.TimerHandle | None = None
+        self._waits_since_s = job.order.asked_s  # without a slice
+        self._retry_after_s: float | None = None  # as the replica that refused it says
 
     def place(self, avoid: frozenset[str] = frozenset()) -> None:
         link = self._dispatcher.replicas.pick(Errand(avoid=avoid))
@@ -75,13 +79,21 @@ class Attempts:
             self._perform(self._stream.cancel(), Reason.INTERNAL)
             self._job.fail(internal())
 
-    def on_refused(self, choice: int, reason: Refusal, message: str) -> None:
-        self._perform(self._stream.refused(reason, message))
+    def on_refused(self, choice: int, refusing: Refusing) -> None:
+        if refusing.retry_after_ms:
+            self._retry_after_s = refusing.retry_after_ms / 1000
+            self._dispatcher.expect_room(self._job.order.terms.service_class, self._retry_after_s)
+        self._perform(self._stream.refused(refusing.reason, refusing.message))
 
     def on_lost(self, message: str) -> None:
         self._perform(self._stream.lost(Reason.REPLICA_LOST, message))
 
     def _update(self, choice: int, update: Update) -> None:
+        if update.waited_ns is not None:
+            self._waits_since_s = time.monotonic()
+            self._job.began(update.waited_ns)
+        if not (update.tokens or update.prompt_logprobs or update.ending):
+            return  # nothing of the answer came back, so the request can still start over elsewhere
         if update.prompt_logprobs:
             broken = self._stream.scored(update.prompt_start, len(update.prompt_logprobs))
             if not broken:
@@ -106,7 +118,8 @@ class Attempts:
                 case stream.SendAgain():
                     self._send_again(effect)
                 case stream.Failed():
-                    self._job.fail(ApiError(effect.reason, effect.message))
+                    failure = ApiError(effect.reason, effect.message, retry_after_s=self._retry_after_s)
+                    self._job.fail(failure)
 
     def _output(self, choice: int) -> ChoiceOutput:
         return self._job.outputs[self._prompt * len(self._specs) + choice]
@@ -137,33 +150,49 @@ class Attempts:
 
     def _for_this_attempt(self, link: EngineLink) -> Sequence[RequestSpec]:
         """Ids are unique in the fleet, so a later attempt has its own. Keys made for another root would be wrong."""
-        specs = self._specs
-        if link.info is None or link.info.hash_root != self._hash_root:
-            specs = [replace(spec, prefix_keys=()) for spec in specs]
-        if self._stream.attempt == 1:
-            return specs
-        suffix = f".{self._stream.attempt}"
+        same_root = link.info is not None and link.info.hash_root == self._hash_root
+        suffix = "" if self._stream.attempt == 1 else f".{self._stream.attempt}"
+        waited_ns = int((time.monotonic() - self._waits_since_s) * 1e9)
         return [
-            replace(spec, id=spec.id + suffix, leader=None if spec.leader is None else spec.leader + suffix)
-            for spec in specs
+            replace(
+                spec,
+                id=spec.id + suffix,
+                leader=None if spec.leader is None else spec.leader + suffix,
+                waited_ns=waited_ns,
+                prefix_keys=spec.prefix_keys if same_root else (),
+            )
+            for spec in self._specs
         ]
 
 
 class Dispatcher:
     """Starts jobs and watches their limits. Owns the jobs under way and the retry budget."""
 
-    def __init__(self, replicas: Replicas, tokenizer: Tokenizer, metrics: Metrics, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        classes: Mapping[str, ServiceClass],
+        request_timeout_s: float,
+    ) -> None:
         self.replicas = replicas
         self.metrics = metrics
         self.budget = stream.RetryBudget()
         self.draining = False
         self._tokenizer = tokenizer
+        self._classes = classes
         self._request_timeout_s = request_timeout_s
         self._jobs: dict[str, Job] = {}
+        self._room_s: dict[str, float] = {}  # by class: when a replica last predicted to have room again
 
     @property
     def num_jobs(self) -> int:
         return len(self._jobs)
+
+    def queued(self) -> dict[str, int]:
+        """Requests that no replica has begun, by class."""
+        return Counter(job.order.terms.service_class for job in self._jobs.values() if job.queued)
 
     def info(self) -> EngineInfo:
         """What can be served. Raises ApiError where that is not known or nothing may begin."""
@@ -173,6 +202,23 @@ class Dispatcher:
         if info is None:
             raise ApiError(Reason.NO_REPLICA, "no replica is ready yet")
         return info
+
+    def check_room(self, service_class: str) -> None:
+        """Raises ApiError where the line for the class was full in every replica just now. They would say the same, but
+        not before their present step is done."""
+        limit = self._classes[service_class].max_queue
+        waiting = self.replicas.fewest_waiting(service_class)
+        if waiting is not None and waiting >= limit:
+            now_s = time.monotonic()
+            raise ApiError(
+                Refusal.QUEUE_FULL,
+                f"{waiting} requests of class {service_class} wait; the limit is {limit}",
+                retry_after_s=self._room_s.get(service_class, now_s) - now_s,
+            )
+
+    def expect_room(self, service_class: str, in_s: float) -> None:
+        """A replica that refused a request of the class said when to come back."""
+        self._room_s[service_class] = time.monotonic() + in_s
 
     async def start(self, order: Order) -> Job:
         """Submits every prompt. Failures, also of this first try, come out of `Job.news`. `finish` must follow."""
@@ -200,8 +246,9 @@ class Dispatcher:
         while True:
             now = time.monotonic()
             for job in list(self._jobs.values()):
-                if now - job.order.arrived_s > self._request_timeout_s:
-                    job.fail(ApiError(Reason.TIMEOUT, f"not done within {self._request_timeout_s:g} s"))
+                limit_s = self._request_timeout_s if job.order.timeout_s is None else job.order.timeout_s
+                if now - job.order.arrived_s > limit_s:
+                    job.fail(ApiError(Reason.TIMEOUT, f"not done within {limit_s:g} s"))
                 job.nudge(now)
             self.metrics.in_flight.set(len(self._jobs))
             self.metrics.replicas_ready.set(sum(view.ready for view in self.replicas.views()))
@@ -213,9 +260,8 @@ class Dispatcher:
 
     async def _specs(self, order: Order, prompt: int, info: EngineInfo) -> list[RequestSpec]:
         params, ids = order.params, order.prompts[prompt].ids
-        keys = await off_loop(
-            lambda: hashing.chain(hashing.scope_key(info.hash_root), ids, info.hash_block_tokens), 4 * len(ids)
-        )
+        scope = hashing.scope_key(info.hash_root, order.terms.tenant)  # the salt of the specs
+        keys = await off_loop(lambda: hashing.chain(scope, ids, info.hash_block_tokens), 4 * len(ids))
         return choices.specs(
             order.id,
             ids,
@@ -224,4 +270,5 @@ class Dispatcher:
             self._tokenizer,
             first=prompt * params.n,
             prefix_keys=keys,
+            terms=order.terms,
         )

@@ -6,6 +6,7 @@ closes without `[DONE]`: whoever sees `[DONE]` has the whole answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
@@ -29,9 +30,16 @@ class Reason(StrEnum):
     NO_KEY = "no_api_key"
     WRONG_KEY = "invalid_api_key"
     TOO_MANY_KEYS = "too_many_failed_keys"
+    CLASS_NOT_GRANTED = "class_not_granted"
+    TENANT_REQUESTS = "tenant_requests_exceeded"
+    TENANT_QUEUE = "tenant_queue_exceeded"
+    TENANT_TOKENS = "tenant_tokens_exceeded"
+    TOO_MANY_BATCHES = "too_many_batches"
     NOT_FOUND = "not_found"
     METHOD = "method_not_allowed"
+    CONFLICT = "conflict"  # not in the state that the thing is in
     MODEL_NOT_FOUND = "model_not_found"
+    STORAGE = "insufficient_storage"
     NO_REPLICA = "no_replica"
     SHUTTING_DOWN = "shutting_down"  # nothing begins any more
     SHUT_DOWN = "shut_down"  # the answer was not complete when the gateway had to end
@@ -62,18 +70,26 @@ TABLE: Mapping[str, Shape] = {
     Refusal.TOKEN_OUT_OF_RANGE: Shape(400, "invalid_request_error"),
     Refusal.CONTEXT_LENGTH: Shape(400, "invalid_request_error"),
     Refusal.KV_POOL: Shape(400, "invalid_request_error"),
+    Refusal.UNKNOWN_CLASS: Shape(400, "invalid_request_error"),
     Reason.NO_KEY: Shape(401, "authentication_error", (("www-authenticate", "Bearer"),)),
     Reason.WRONG_KEY: Shape(401, "authentication_error", (("www-authenticate", "Bearer"),)),
+    Reason.CLASS_NOT_GRANTED: Shape(403, "permission_error"),
     Reason.NOT_FOUND: Shape(404, "invalid_request_error"),
     Reason.MODEL_NOT_FOUND: Shape(404, "invalid_request_error"),
     Reason.METHOD: Shape(405, "invalid_request_error"),
+    Reason.CONFLICT: Shape(409, "invalid_request_error", _FINAL),
     Reason.BODY_TIMEOUT: Shape(408, "invalid_request_error", _CLOSE),
     Reason.BODY_TOO_LARGE: Shape(413, "invalid_request_error"),
     Reason.HEADERS_TOO_LARGE: Shape(431, "invalid_request_error", _CLOSE),
     Reason.BAD_HTTP: Shape(400, "invalid_request_error", _CLOSE),
     Reason.TOO_MANY_KEYS: Shape(429, "rate_limit_error", _SOON),
     # load
+    Reason.TENANT_REQUESTS: Shape(429, "rate_limit_error", _SOON),
+    Reason.TENANT_QUEUE: Shape(429, "rate_limit_error", _SOON),
+    Reason.TENANT_TOKENS: Shape(429, "rate_limit_error", _SOON),
+    Reason.TOO_MANY_BATCHES: Shape(429, "rate_limit_error", (("retry-after", "60"), *_FINAL)),
     Refusal.QUEUE_FULL: Shape(429, "rate_limit_error", _SOON),
+    Refusal.WAITING_BOUND: Shape(429, "rate_limit_error", _SOON),
     Reason.TOO_MANY_CONNECTIONS: Shape(503, "server_error", (*_SOON, *_CLOSE)),
     Reason.NO_REPLICA: Shape(503, "server_error", _SOON),
     Reason.SHUTTING_DOWN: Shape(503, "server_error", _SOON),
@@ -85,6 +101,7 @@ TABLE: Mapping[str, Shape] = {
     Reason.ENGINE_ERROR: Shape(502, "server_error"),
     Reason.SEAM_BROKEN: Shape(502, "server_error"),
     Reason.TIMEOUT: Shape(504, "server_error", _FINAL),
+    Reason.STORAGE: Shape(507, "server_error", _FINAL),
     Refusal.DUPLICATE_ID: Shape(500, "server_error"),
     Refusal.UNKNOWN_LEADER: Shape(500, "server_error"),
     Reason.INTERNAL: Shape(500, "server_error"),
@@ -95,17 +112,30 @@ _TURNED_AWAY = (Reason.TOO_MANY_CONNECTIONS, Reason.NO_REPLICA, Reason.SHUTTING_
 
 
 class ApiError(Exception):
-    """A request that ends in an error, with the reason from the table above."""
+    """A request that ends in an error, with the reason from the table above.
 
-    def __init__(self, reason: str, message: str, *, param: str | None = None) -> None:
+    `retry_after_s`: when it is worth to come back, where that is known better than the table's.
+    """
+
+    def __init__(
+        self, reason: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
     @property
     def shape(self) -> Shape:
         return TABLE[self.reason]
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        if self.retry_after_s is None:
+            return self.shape.headers
+        others = (header for header in self.shape.headers if header[0] != "retry-after")
+        return (*others, ("retry-after", str(max(1, math.ceil(self.retry_after_s)))))
 
     @property
     def before_work(self) -> bool:

@@ -14,6 +14,8 @@ from shoal.gateway.metrics import Metrics
 from shoal.gateway.output import Delta
 from shoal.gateway.params import Params
 from shoal.gateway.prompts import Prompt
+from shoal.gateway.tenants import Lease
+from shoal.gateway.terms import Terms
 from shoal.gateway.text.tokenizer import Tokenizer
 
 QUIET_S = 10.0  # without news for this long, a stream gets a comment line (proxies cut idle connections)
@@ -31,7 +33,16 @@ class Order:
     params: Params
     prompts: tuple[Prompt, ...]
     max_tokens: tuple[int, ...]  # one a prompt
-    arrived_s: float  # monotonic
+    arrived_s: float  # monotonic; its first byte
+    asked_s: float  # it was here as a whole: from then on it waits for us
+    terms: Terms
+    lease: Lease | None = None  # of its tenant's limits
+    timeout_s: float | None = None  # None: the gateway's for all requests
+
+    @property
+    def most_tokens(self) -> int:
+        """What it may take in all: every prompt once, and every choice to its end."""
+        return sum(len(prompt.ids) for prompt in self.prompts) + self.params.n * sum(self.max_tokens)
 
 
 class Cancelled(Exception):
@@ -49,6 +60,7 @@ class Job:
         self.prompt_scores: list[list[Logprobs]] = [[] for _ in order.prompts]
         self.cached_tokens = 0
         self.first_token_s: float | None = None
+        self.queue_ns: int | None = None  # until its first slice; None: still queued, or nobody told
         self.quiet_since_s = order.arrived_s  # last news, or last comment line
         self.outputs = [
             choices.output(
@@ -71,6 +83,11 @@ class Job:
         return all(output.finish is not None for output in self.outputs)
 
     @property
+    def queued(self) -> bool:
+        """No replica has begun."""
+        return self.queue_ns is None and self.first_token_s is None
+
+    @property
     def exhausted(self) -> bool:
         """Done, and everything was taken by `news`."""
         return not self._deltas and self.done
@@ -87,6 +104,14 @@ class Job:
     @property
     def num_output_tokens(self) -> int:
         return sum(output.num_tokens for output in self.outputs)
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean time between the tokens of a choice; None where no choice has two."""
+        num_gaps = self.num_output_tokens - len(self.outputs)
+        if self.first_token_s is None or num_gaps <= 0:
+            return None
+        return (max(self._last_s) - self.first_token_s) * len(self.outputs) / num_gaps
 
     async def news(self) -> list[Delta]:
         """The next deltas, in order; [] when a comment line is due. Raises ApiError after the last one of a job that
@@ -135,12 +160,20 @@ class Job:
         self._deltas.append(delta)
         self._wake()
 
+    def began(self, waited_ns: int) -> None:
+        """A choice had its first slice. Of several the first one counts."""
+        if self.queue_ns is None:
+            self.queue_ns = waited_ns
+            self._metrics.queue_time.labels(self.order.terms.service_class).observe(waited_ns / 1e9)
+            self._wait_is_over()
+
     def observe(self, choice: int, num_tokens: int) -> None:
         """Times of the tokens that just came."""
         now = self.quiet_since_s = time.monotonic()
         if self.first_token_s is None:
             self.first_token_s = now
             self._metrics.ttft.observe(now - self.order.arrived_s)
+            self._wait_is_over()
         elif self._last_s[choice]:
             for _ in range(num_tokens):
                 self._metrics.inter_token.observe((now - self._last_s[choice]) / num_tokens)
@@ -149,3 +182,7 @@ class Job:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _wait_is_over(self) -> None:
+        if self.order.lease is not None:
+            self.order.lease.started()

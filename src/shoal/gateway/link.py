@@ -13,11 +13,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shoal.core.plan import View
-from shoal.core.request import Refusal, RequestSpec
+from shoal.core.request import RequestSpec
 from shoal.fleet import health
 from shoal.fleet.view import ReplicaView
 from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial
-from shoal.wire.messages import Abort, Announce, EngineInfo, Frame, KeepAlive, Message, Role, Submit, Update, Welcome
+from shoal.wire.messages import (
+    Abort,
+    Announce,
+    EngineInfo,
+    Frame,
+    KeepAlive,
+    Message,
+    Refusing,
+    Role,
+    Submit,
+    Update,
+    Welcome,
+)
 
 RECONNECT_S = 1.0  # longest pause between two tries
 
@@ -39,7 +51,7 @@ class Sink(Protocol):
 
     def on_update(self, choice: int, update: Update) -> None: ...
 
-    def on_refused(self, choice: int, reason: Refusal, message: str) -> None: ...
+    def on_refused(self, choice: int, refusing: Refusing) -> None: ...
 
     def on_lost(self, message: str) -> None:
         """Once for all choices of the sink that the link still had."""
@@ -84,6 +96,11 @@ class EngineLink:
             num_waiting=view.num_waiting if view else 0,
             num_unreported=sum(self._unreported),
         )
+
+    def num_waiting(self, service_class: str) -> int:
+        """Of the class, by the latest frame."""
+        found = self.view.classes.get(service_class) if self.view is not None else None
+        return 0 if found is None else found.num_waiting
 
     # -- towards the replica -------------------------------------------------------------------------------------------
 
@@ -191,7 +208,7 @@ class EngineLink:
         for refusing in frame.refused:
             entry = self._sinks.pop(refusing.id, None)
             if entry is not None:
-                entry[0].on_refused(entry[1], refusing.reason, refusing.message)
+                entry[0].on_refused(entry[1], refusing)
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 

@@ -11,26 +11,35 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
+from shoal.core.classes import ServiceClass
 from shoal.core.request import Sampling
 from shoal.fetch.home import shoal_home
-from shoal.gateway.api import Api
+from shoal.gateway import keyfile
+from shoal.gateway.api import BATCH, Api
 from shoal.gateway.app import App
-from shoal.gateway.auth import Keys, check_bind, keys_from_environment
+from shoal.gateway.auth import Keys, check_bind
+from shoal.gateway.batches.api import BatchApi
+from shoal.gateway.batches.archive import Archive
+from shoal.gateway.batches.runner import Runner
+from shoal.gateway.batches.window import Window
+from shoal.gateway.batches.work import Means
 from shoal.gateway.config import GatewayConfig
 from shoal.gateway.dispatch import Dispatcher
 from shoal.gateway.http import IDLE_S, limited
+from shoal.gateway.keyfile import KeyFile
 from shoal.gateway.link import Identity
 from shoal.gateway.metrics import Metrics
 from shoal.gateway.params import advised_sampling
 from shoal.gateway.prompts import Prompts
 from shoal.gateway.replicas import Replicas
 from shoal.gateway.routes import router
+from shoal.gateway.tenants import Tenants
 from shoal.gateway.text.template import ChatTemplate
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.telemetry import logs
@@ -53,16 +62,17 @@ def run(
     model_dir: Path,
     served_name: str,
     name: str,
+    classes: Mapping[str, ServiceClass],
     controller: str = "",
     engines: tuple[str, ...] = (),
 ) -> None:
-    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, for an address that is
-    none or a missing secret, OSError for a port that is taken, TokenizerError or TemplateError for a model folder that
-    cannot be used."""
+    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, for a key file or an
+    address that is none, or a missing secret, OSError for a port that is taken, TokenizerError or TemplateError for a
+    model folder that cannot be used."""
     logs.setup(name)
     lifeline.watch()
     _allow_files(config.max_connections + _OTHER_FILES)
-    keys = keys_from_environment()
+    keys, key_file = keyfile.load(config.key_file, classes)
     check_bind(config.host, keys)
     secret = os.environ.get("SHOAL_SECRET", "").encode()
     for peer in (*engines, *([controller] if controller else [])):
@@ -72,6 +82,8 @@ def run(
     gateway = Gateway(
         config,
         keys=keys,
+        key_file=key_file,
+        classes=classes,
         prompts=Prompts(Tokenizer.load(model_dir), ChatTemplate.load(model_dir)),
         advised=advised_sampling(model_dir),
         served_name=served_name,
@@ -87,6 +99,8 @@ async def _until_signal(gateway: Gateway, sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.drain)
+    if gateway.key_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, gateway.key_file.reread)
     exporter = Exporter(gateway.metrics.registry)
     try:
         await gateway.run(sock, exporter.url)
@@ -100,6 +114,8 @@ class Gateway:
         config: GatewayConfig,
         *,
         keys: Keys,
+        key_file: KeyFile | None = None,
+        classes: Mapping[str, ServiceClass],
         prompts: Prompts,
         advised: Sampling,
         served_name: str,
@@ -109,11 +125,16 @@ class Gateway:
     ) -> None:
         self._identity = identity
         self._controller = controller
+        self._keys = keys
+        self.key_file = key_file
+        self.tenants = Tenants()
         self.metrics = Metrics()
         self._replicas = Replicas(
             identity, static=engines, members_file=members_file(controller, identity.name) if controller else None
         )
-        self._dispatcher = Dispatcher(self._replicas, prompts.tokenizer, self.metrics, config.request_timeout_s)
+        self._dispatcher = Dispatcher(
+            self._replicas, prompts.tokenizer, self.metrics, classes, config.request_timeout_s
+        )
         api = Api(
             model=served_name,
             advised=advised,
@@ -121,9 +142,36 @@ class Gateway:
             dispatcher=self._dispatcher,
             metrics=self.metrics,
             max_body_bytes=config.max_body_bytes,
+            classes=classes,
+            tenants=self.tenants,
             started_s=int(time.time()),
         )
-        app = App(router(api), keys, self.metrics, request_log=config.request_log)
+        self._archive = Archive(Path(config.batch_dir).expanduser() if config.batch_dir else shoal_home() / "batches")
+        retention_s = config.file_retention_days * 86400.0
+        means = Means(
+            owner=secrets.token_hex(8),
+            archive=self._archive,
+            ask=api.line,
+            window=Window(config.batch_lines_in_flight),
+            now_s=time.time,
+            max_body_bytes=config.max_body_bytes,
+            retention_s=retention_s,
+            count=lambda ok: self.metrics.batch_lines.labels(str(ok).lower()).inc(),
+        )
+        self._runner = Runner(means, served_name)
+        batches = BatchApi(
+            archive=self._archive,
+            model=served_name,
+            service_class=BATCH,
+            classes=classes,
+            wake=self._runner.wake,
+            now_s=time.time,
+            max_body_bytes=config.max_body_bytes,
+            max_file_bytes=config.max_file_bytes,
+            tenant_bytes=config.tenant_file_bytes,
+            retention_s=retention_s,
+        )
+        app = App(router(api, batches), keys, self.metrics, request_log=config.request_log)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -144,7 +192,10 @@ class Gateway:
         """Until `drain`. Owns the socket, bound and not yet listening."""
         sock.listen(_BACKLOG)  # from here on connections wait for the server instead of being refused
         url = address.http_url(*sock.getsockname()[:2])
-        tasks = [asyncio.create_task(self._replicas.run()), asyncio.create_task(self._dispatcher.run())]
+        parts = (self._replicas.run(), self._dispatcher.run(), self._runner.run())
+        tasks = [asyncio.create_task(part) for part in parts]
+        if self.key_file is not None:
+            tasks.append(asyncio.create_task(self.key_file.watch(self._keys)))
         if self._controller:
             tasks.append(asyncio.create_task(self._link(url, metrics_url).run()))
         for task in tasks:
@@ -156,6 +207,7 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
+            await self._archive.close()
             log.info("gateway.stopped")
         for end in ends:
             if isinstance(end, Exception):
@@ -167,6 +219,7 @@ class Gateway:
             log.info("gateway.draining", {"requests": self._dispatcher.num_jobs})
             self._dispatcher.draining = True
             self._server.should_exit = True
+            self._runner.stop()
             asyncio.get_running_loop().call_later(DRAIN_S, self._dispatcher.fail_all)
 
     def _part_ended(self, task: asyncio.Task[None]) -> None:
@@ -183,9 +236,17 @@ class Gateway:
             incarnation=self._identity.incarnation,
             secret=self._identity.secret,
             register=lambda: Register(pid=os.getpid(), url=url, metrics=metrics_url),
-            report=lambda: Report(gateway={"requests_in_flight": self._dispatcher.num_jobs}),
+            report=lambda: Report(gateway=self._report()),
             on_members=self._replicas.on_members,
         )
+
+    def _report(self) -> dict[str, float | dict[str, float]]:
+        """For the controller; the inner keys are service classes."""
+        return {
+            "requests_in_flight": self._dispatcher.num_jobs,
+            "queued": {name: float(count) for name, count in self._dispatcher.queued().items()},
+            "slo_attainment": self.metrics.attainment(),
+        }
 
 
 def members_file(controller: str, name: str) -> Path:

@@ -78,6 +78,11 @@ class Replicas:
         infos = [link.info for link in self._links.values() if link.info is not None]
         return min(infos, key=lambda info: info.max_model_len, default=None)
 
+    def fewest_waiting(self, service_class: str) -> int | None:
+        """Requests of the class that wait in the replica with the shortest line, by what it said last. None: no replica
+        can take work."""
+        return min((link.num_waiting(service_class) for link in self._links.values() if link.ready), default=None)
+
     # -- membership ----------------------------------------------------------------------------------------------------
 
     def on_members(self, members: Members) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.gateway.answers import Answer
+from shoal.gateway.auth import Grant
 from shoal.gateway.dispatch import Dispatcher
 from shoal.gateway.errors import ApiError, internal
 from shoal.gateway.job import Cancelled, Job
 from shoal.gateway.output import Delta
+from shoal.gateway.tenants import Lease
+from shoal.gateway.terms import Terms
 
 _COMMENT = b":\n\n"
 
@@ -29,6 +32,9 @@ class Record:
     id: str
     arrived_s: float  # monotonic
     counted: bool = False  # a request for text: part of the accounting
+    grant: Grant = field(default_factory=Grant)  # of its key
+    terms: Terms | None = None  # None: not a request for text, or none that was understood
+    lease: Lease | None = None
     job: Job | None = None
     error: ApiError | None = None
     aborted: str | None = None  # why nobody got an answer
@@ -38,6 +44,14 @@ class Record:
 def record_of(request: Request) -> Record:
     record: Record = request.scope["shoal.record"]
     return record
+
+
+async def collect(answer: Answer) -> bytes:
+    """The whole answer as one object. Raises ApiError where the job failed, Cancelled."""
+    deltas: list[Delta] = []
+    while not answer.job.exhausted:
+        deltas += await answer.job.news()
+    return answer.whole(deltas)
 
 
 class Reply(Response):
@@ -75,10 +89,7 @@ class Reply(Response):
         self._job.cancel("client_disconnect")
 
     async def _whole(self, send: Send) -> None:
-        deltas: list[Delta] = []
-        while not self._job.exhausted:
-            deltas += await self._job.news()
-        body = self._answer.whole(deltas)
+        body = await collect(self._answer)
         await self._start(send, b"application/json", (b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.body", "body": body})
 

@@ -1,0 +1,86 @@
+"""The key file of a real gateway process: it must be good at the start, and may change afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import shoal_here
+from tests.support.gateways import Service, service
+from tests.support.processes import running
+
+pytestmark = pytest.mark.processes
+
+
+def new_key(path: Path, tenant: str, *options: str) -> str:
+    """Appends the entry, as the documents say, and returns the key."""
+    done = shoal_here("key", tenant, *options)
+    assert done.returncode == 0, done.stderr
+    path.touch(mode=0o600)
+    with path.open("a") as file:
+        file.write(done.stdout)
+    key = done.stderr.strip().rpartition(" ")[2]
+    assert key.startswith("sk-shoal-") and key not in done.stdout
+    return key
+
+
+def status(s: Service, key: str) -> int:
+    return s.call("/v1/models", headers={"authorization": f"Bearer {key}"}).status
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("gateway", None, "No such file or directory"),
+        ("gateway", "- key: a-secret-key\n", "entry 1: unknown field 'key'"),
+        ("serve", "", "expected a list of keys"),
+    ],
+)
+def test_a_missing_or_bad_file_stops_the_start(
+    model_dir: Path, tmp_path: Path, command: str, content: str | None, message: str
+) -> None:
+    path = tmp_path / "keys.yaml"
+    if content is not None:
+        path.write_text(content)
+        path.chmod(0o600)
+    model = [str(model_dir)] if command == "serve" else ["--model", str(model_dir)]
+    line = [sys.executable, "-m", "shoal.cli", command, *model, "--port", "0", "--key-file", str(path)]
+    with running(line) as process:
+        assert process.wait(30) == 1
+    assert f"shoal: gateway.key_file: {path}: {message}" in process.text
+    assert "a-secret-key" not in process.text and "Traceback" not in process.text
+    assert "serving" not in process.text
+
+
+def test_keys_come_and_go_without_a_restart(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    first = new_key(path, "acme", "--class", "batch", "--max-in-flight", "3")
+    options, env = ("--key-file", str(path)), {"SHOAL_API_KEY": "from-the-environment"}
+    with service(model_dir, options=options, env=env) as s:
+        assert [status(s, key) for key in (first, "from-the-environment", "wrong")] == [200, 200, 401]
+        second = new_key(path, "globex")
+        s.gateway.wait_line(r"keys\.reloaded keys=2")
+        assert [status(s, key) for key in (first, second)] == [200, 200]
+        alone = tmp_path / "alone.yaml"
+        third = new_key(alone, "acme")
+        os.replace(alone, path)
+        os.kill(s.gateway.pid, signal.SIGHUP)
+        s.gateway.wait_line(r"keys\.reloaded keys=1")
+        assert [status(s, key) for key in (first, second, third, "from-the-environment")] == [401, 401, 200, 200]
+        path.write_text("- {")
+        s.gateway.wait_line(r"keys\.not_reloaded")
+        assert status(s, third) == 200
+        for key in (first, second, third, "from-the-environment"):
+            assert key not in s.gateway.text
+
+
+def test_a_key_file_is_enough_for_a_bind_that_others_can_reach(model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    key = new_key(path, "acme")
+    with service(model_dir, options=("--key-file", str(path), "--host", "0.0.0.0")) as s:
+        local = Service(s.url.replace("0.0.0.0", "127.0.0.1"), s.gateway, [])
+        assert (status(local, key), status(local, "wrong")) == (200, 401)
