@@ -140,7 +140,8 @@ def test_a_request_goes_on_from_what_came_back(runner: Runner, in_a_plan_of_its_
     copy(runner.host, KvOp(1, "a", True, (0, 1, 2), (7, 3, 4)))
     runner._store._kv_NB2tKD.fill_(math.inf)
     copy(runner.host, KvOp(2, "a", False, (8, 9, 4), (7, 3, 4)))
-    back = Admit("a", (*PROMPT, *tokens), 40, 44, (8, 9, 4), sampling, 0, 0, ())
+    blocks = (8, 9, 4, 5) if in_a_plan_of_its_own else (8, 9, 4)
+    back = Admit("a", (*PROMPT, *tokens), 40, 44, blocks, sampling, 0, 0, ())
     if in_a_plan_of_its_own:
         assert runner.compute(plan(6, [], [], ["a"])).busy_ns == 0
         result = runner.compute(plan(7, [], [back], []))
@@ -149,7 +150,7 @@ def test_a_request_goes_on_from_what_came_back(runner: Runner, in_a_plan_of_its_
     else:
         admits, leaves = [back], ["a"]
     for step in range(8, 15):
-        blocks = (5,) if step == 12 else ()  # position 48 begins a block
+        blocks = (5,) if step == 12 and not in_a_plan_of_its_own else ()  # position 48 begins a block
         tokens += runner.compute(plan(step, [Slice("a", 36 + step, 1, blocks, -1, True)], admits, leaves)).tokens
         admits, leaves = [], []
     runner._store._kv_NB2tKD.zero_()

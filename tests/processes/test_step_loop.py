@@ -291,13 +291,20 @@ class SlowCopier:
 
 
 @contextmanager
-def parking(*, gated: bool = False, closes: bool = True) -> Iterator[tuple[Driver, Gate, SlowCopier]]:
+def parking(*, closes: bool = True) -> Iterator[tuple[Driver, Gate, SlowCopier]]:
     """One request runs at a time, and one that has to go is parked."""
     made = parts(ENDLESS)
     limits = replace(made.scheduler.limits, max_num_seqs=1, num_host_blocks=64, block_bytes=1000, preemption="swap")
     scheduler = Scheduler(limits, hash_root=b"root")
-    gate, copier = Gate(made.runner), SlowCopier(closes)
-    driver = Driver(gate if gated else made.runner, scheduler, copier)
+    copier, launch = SlowCopier(closes), made.runner.launch
+
+    def launch_beside(plan: StepPlan) -> None:
+        assert set(plan.ops) <= set(copier.ops), "a launch may take as long as its step"
+        launch(plan)
+
+    made.runner.launch = launch_beside  # type: ignore[method-assign]
+    gate = Gate(made.runner)
+    driver = Driver(gate, scheduler, copier)
     driver.thread.start()
     try:
         yield driver, gate, copier
@@ -323,7 +330,7 @@ def waiting(driver: Driver) -> bool:
 
 
 def test_steps_go_on_beside_a_copy_and_a_parked_stream_comes_back_with_nothing_lost() -> None:
-    with parking(gated=True) as (driver, gate, copier):
+    with parking() as (driver, gate, copier):
         parked(driver, gate)
         assert [op.out for op in copier.ops] == [True], "the copy is not done, and two steps were"
         wait_until(lambda: waiting(driver))
@@ -341,7 +348,7 @@ def test_steps_go_on_beside_a_copy_and_a_parked_stream_comes_back_with_nothing_l
 
 
 def test_a_step_that_only_starts_copies_is_no_step_of_the_metrics() -> None:
-    with parking(gated=True) as (driver, gate, copier):
+    with parking() as (driver, gate, copier):
         parked(driver, gate)
         copier.finish(1)
         copier.finish(2)
@@ -353,24 +360,26 @@ def test_a_step_that_only_starts_copies_is_no_step_of_the_metrics() -> None:
 
 
 def test_while_only_a_copy_is_under_way_the_loop_takes_work_but_a_copy_that_hangs_is_noticed() -> None:
-    with parking(gated=True) as (driver, gate, copier):
+    with parking() as (driver, gate, copier):
         parked(driver, gate)
         wait_until(lambda: waiting(driver))
         driver.now_ns += 59_000_000_000
         assert driver.steps.turning() and not driver.steps.stuck()
         driver.now_ns += 2_000_000_000
         assert driver.steps.stuck()
-        driver.steps.submit(SESSION, [spec("next", max_tokens=3)])
-        wait_until(lambda: "next" in driver.endings())
-        assert driver.steps.stuck(), "steps of others do not make the copy younger"
-        copier.finish(1)
-        copier.finish(2)  # has begun at a time of its own
-        wait_until(lambda: "low" in driver.endings())
-        assert not driver.steps.stuck()
+        driver.steps.submit(SESSION, [spec("next", max_tokens=900)])
+        wait_until(lambda: driver.tokens("next"))
+        driver.steps.submit(SESSION, [replace(spec("top", max_tokens=2), priority=-1)])
+        wait_until(lambda: "top" in driver.endings())
+        assert len(copier.ops) == 2
+        assert driver.steps.stuck(), "neither steps of others nor another copy make it younger"
+        copier.finish(1)  # the second copy has its time from now on
+        wait_until(lambda: not driver.steps.stuck())
+        driver.steps.end_all("enough")
 
 
 def test_woken_for_nothing_while_it_waits_for_a_copy_the_loop_plans_nothing() -> None:
-    with parking(gated=True) as (driver, gate, copier):
+    with parking() as (driver, gate, copier):
         parked(driver, gate)
         wait_until(lambda: waiting(driver))
         real, asked = driver.scheduler.plan, []
@@ -385,7 +394,7 @@ def test_woken_for_nothing_while_it_waits_for_a_copy_the_loop_plans_nothing() ->
 
 
 def test_an_abort_during_a_copy_ends_the_stream_at_once_and_the_blocks_come_back_later() -> None:
-    with parking(gated=True) as (driver, gate, copier):
+    with parking() as (driver, gate, copier):
         parked(driver, gate)
         driver.steps.abort(SESSION, ["low"])
         wait_until(lambda: "low" in driver.endings())
@@ -399,7 +408,7 @@ def test_an_abort_during_a_copy_ends_the_stream_at_once_and_the_blocks_come_back
 
 
 def test_a_copy_that_fails_ends_every_stream_with_an_error_and_then_the_loop() -> None:
-    with parking(gated=True) as (driver, gate, copier):
+    with parking() as (driver, gate, copier):
         parked(driver, gate)
         assert copier.tell is not None
         copier.tell(OSError("the memory is gone"))
@@ -409,7 +418,7 @@ def test_a_copy_that_fails_ends_every_stream_with_an_error_and_then_the_loop() -
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_the_loop_ends_with_copies_in_flight_and_says_where_one_still_runs(closes: bool) -> None:
-    with parking(gated=True, closes=closes) as (driver, gate, copier):
+    with parking(closes=closes) as (driver, gate, copier):
         parked(driver, gate)
         wait_until(lambda: waiting(driver))
         assert len(copier.ops) == 1

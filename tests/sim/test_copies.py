@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from shoal.core.limits import Limits
-from shoal.core.plan import Event, Parked, Refused, Resumed, Token
+from shoal.core.plan import Copied, Event, KvOp, Parked, Refused, Resumed, Token
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
@@ -57,3 +57,11 @@ def test_a_parked_request_waits_for_its_copies_and_nobody_else_does() -> None:
     view = scheduler.view()
     assert (view.parks, view.recomputed_tokens, view.swapped_out_bytes) == (1, 0, 1_000_000)
     scheduler.check()
+
+
+def test_copies_are_made_one_after_the_other() -> None:
+    machine = Modelled(StepCost(), copy_bytes_per_s=40e6)
+    first, second = (KvOp(number, "a", True, (0, 1), (0, 1)) for number in (1, 2))
+    done_ns, copied = machine.copy(first, 2_000_000, 10 * MS, 0)
+    assert (done_ns, copied) == (60 * MS, Copied(1, 50 * MS))
+    assert machine.copy(second, 2_000_000, 30 * MS, done_ns) == (110 * MS, Copied(2, 50 * MS))
