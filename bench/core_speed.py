@@ -66,6 +66,7 @@ class Replica:
             max_num_batched_tokens=budget,
             num_host_blocks=HOST_BLOCKS,
             block_bytes=BLOCK_BYTES,
+            preemption="swap",  # a step of any size takes as long here: computing again would seem to cost nothing
         )
         self.scheduler = Scheduler(limits, hash_root=ROOT)
         self._now_ns = 0

@@ -25,7 +25,7 @@ from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.transfer.copier import Copier
 from shoal.sim.load import spec
 from shoal.sim.outcomes import Ledger, Report
-from shoal.workload.trace import Row, Trace
+from shoal.workload.trace import Trace
 
 TELL_S = 10.0  # so often a long run says how far it is
 LIMIT_S = 600.0  # what has not ended by then is a miss
@@ -42,23 +42,32 @@ def copier(engine: Engine, max_bytes_per_s: int = 0) -> Copier | None:
     return None if host is None else Copier(host, max_bytes_per_s=max_bytes_per_s)
 
 
-def serve(engine: Engine, load: Trace, *, seed: int, name: str, until: str = "", **limits: Any) -> Report:
-    """The whole load, or until the requests of one class have ended.
+def serve(
+    engine: Engine,
+    load: Trace,
+    *,
+    seed: int,
+    name: str,
+    stop: Callable[[Ledger], bool] = lambda ledger: False,
+    **limits: Any,
+) -> Report:
+    """The whole load, or until `stop`, asked after each step, says that it is enough.
 
     `limits` differ from the engine's own; `name` is for progress.
     """
-    return _Run(engine, load, replace(engine.limits, **limits), seed, name, until).run()
+    return _Run(engine, load, replace(engine.limits, **limits), seed, name, stop).run()
 
 
 class _Run:
-    def __init__(self, engine: Engine, load: Trace, limits: Limits, seed: int, name: str, until: str) -> None:
+    def __init__(
+        self, engine: Engine, load: Trace, limits: Limits, seed: int, name: str, stop: Callable[[Ledger], bool]
+    ) -> None:
         self._name = name
         self._load = load
         chance = Random(f"{seed}/tokens")
         self._specs = [_spec(number, load, limits.vocab_size, chance) for number in range(len(load.rows))]
         self._num_sent = 0
-        self._until = until
-        self._num_left = sum(self._waits_for(row) for row in load.rows)
+        self._stop = stop
         self._ledger = Ledger()
         self._scheduler = engine.scheduler(limits)
         self._loop = StepLoop(
@@ -113,29 +122,26 @@ class _Run:
         with self._lock:
             self._ledger.step(plan, launched_ns - self._start_ns, self._now_ns())
 
-    def _waits_for(self, row: Row) -> bool:
-        return self._until in ("", row.service_class)
-
     def _on_turn(self, turn: Turn) -> None:
-        now_ns = self._now_ns()
-        ended: list[str] = []
+        now_ns, num_ended = self._now_ns(), 0
         with self._lock:
             for refusing in turn.refused.get(SESSION, ()):
                 self._ledger.refused(refusing.id, Refusal(refusing.reason))
-                ended.append(refusing.id)
+                num_ended += 1
             for update in turn.updates.get(SESSION, ()):
                 if update.tokens:
                     self._ledger.tokens(update.id, update.tokens, now_ns)
                 if update.ending is not None:
                     self._ledger.ended(update.id, update.ending.reason)
-                    ended.append(update.id)
-            self._num_left -= sum(self._waits_for(self._ledger.outcomes[id].row) for id in ended)
+                    num_ended += 1
         if self._load.concurrency is not None:
-            for _ in ended:
+            for _ in range(num_ended):
                 self._send_next()
         self._tell(now_ns)
-        if not self._num_left or now_ns > LIMIT_S * 1e9:
-            self._loop.stop(0)
+        with self._lock:
+            done = self._num_sent == len(self._specs) and not self._ledger.num_open
+            if done or self._stop(self._ledger) or now_ns > LIMIT_S * 1e9:
+                self._loop.stop(0)
 
     def _tell(self, now_ns: int) -> None:
         if now_ns - self._told_ns > TELL_S * 1e9:

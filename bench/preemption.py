@@ -44,8 +44,8 @@ TOKENS_PER_PREEMPTION, STEPS_PER_TOKEN = 50, 3
 
 URGENT_SEQS, URGENT_BLOCKS = 16, 300
 URGENT_BATCH = Part(1, BATCH, Mix(Uniform(256, 0.5), Uniform(128, 0.5)))
-URGENT = Part(1, INTERACTIVE, Mix(Uniform(48, 0.5), Uniform(8, 0.5)))
-URGENT_TIMES = 2
+URGENT = Part(1, INTERACTIVE, Mix(Uniform(48, 0.5), Uniform(4, 0.5)))
+URGENT_TIMES, URGENT_SHARE = 2, 0.7  # of the time between two of them, one alone takes so much
 
 CLOSE, BOTH_SHARE = 1.10, 0.25
 
@@ -57,11 +57,19 @@ class World(NamedTuple):
     engine: Engine
 
     def run(self, load: Trace, what: str, *, until: str = "", **limits: Any) -> outcomes.Report:
+        """`until`: may end when the requests of this class have."""
         note(f"{self.name}, {what}")
         limits = {"prefix_caching": False} | limits
         if self.name == "live":
-            return serve(self.engine, load, seed=1, name=what, until=until, **limits)
+            return serve(self.engine, load, seed=1, name=what, stop=lambda ledger: ended(ledger, load, until), **limits)
         return simulate(load, replace(self.engine.limits, **limits), StepCost(self.engine.cost), seed=1)
+
+
+def ended(ledger: outcomes.Ledger, load: Trace, service_class: str) -> bool:
+    """Whether all requests of a class have."""
+    wanted = sum(row.service_class == service_class for row in load.rows)
+    found = [each for each in ledger.outcomes.values() if each.row.service_class == service_class]
+    return 0 < wanted == sum(each.finish is not None or each.refusal is not None for each in found)
 
 
 def main() -> None:
@@ -143,9 +151,11 @@ def pressure(report: Report, worlds: Iterable[World]) -> None:
 def urgent(report: Report, worlds: Iterable[World]) -> None:
     rows = []
     for world in worlds:
-        num_urgent, rate_per_s = (100, 10.0) if report.quick and world.name == "live" else (200, 8.0)
-        calls = trace.mixed(OpenLoop(rate_per_s), [URGENT], num_urgent, seed=5).rows
-        alone = world.run(Trace(calls[: num_urgent // 2]), "urgent requests alone")
+        num_alone, num_urgent = (40, 100) if report.quick and world.name == "live" else (100, 200)
+        alone = world.run(trace.mixed(ClosedLoop(1), [URGENT], num_alone, seed=5), "urgent requests alone")
+        takes = alone.e2e_ns
+        assert takes is not None
+        calls = trace.mixed(OpenLoop(URGENT_SHARE / takes.mean * 1e9), [URGENT], num_urgent, seed=5).rows
         fill = [row._replace(due_ns=0) for row in trace.mixed(ClosedLoop(1), [URGENT_BATCH], 2 * num_urgent, 6).rows]
         late_ns = 2_000_000_000  # the batch fills the replica before the first urgent one comes
         load = Trace((*fill, *(row._replace(due_ns=row.due_ns + late_ns) for row in calls)))

@@ -1,12 +1,12 @@
 """Who is served when more comes than can be? Three composers on one mixed trace, on the real engine and simulated.
 
-static  the first 16 in line make a batch, and nobody else enters until each of them has ended
+static  the first 8 in line make a batch, and nobody else enters until each of them has ended
 fcfs    whoever comes first enters first, between any two steps
 value   the scheduler as it is: classes, deadlines, predicted times and lengths, parking
 
 Seven of ten requests are short chats (class interactive), two get long answers (standard), one has a long prompt
 (batch). They come calmly at half of the capacity and in bursts at three times of it, and the KV pool holds less than
-the 16 of a step would like. Static and fcfs know no classes: for them all are equal, and nobody is promised anything.
+the 8 of a step would like. Static and fcfs know no classes: for them all are equal, and nobody is promised anything.
 
 Measured first, in the same run: the capacity, requests/s of the mix under fcfs while many wait; how much of it the
 interactive ones alone would take; and each class alone on an idle replica. Its targets are 3 x the TTFT and 2 x the
@@ -38,11 +38,11 @@ from shoal.workload.latency import Slo, Spread
 from shoal.workload.lengths import Mix, Uniform
 from shoal.workload.trace import Part, Row, Trace
 
-SEQS, BLOCKS, HOST_BYTES, MAX_STEP_MS = 16, 320, 1 << 29, 100
+SEQS, BLOCKS, HOST_BYTES, MAX_STEP_MS = 8, 170, 1 << 29, 100
 CALM, BURST = 0.5, 3.0  # x capacity
 INTERACTIVE, STANDARD, BATCH = "interactive", "standard", "batch"
 PARTS = (
-    Part(7, INTERACTIVE, Mix(Uniform(64, 0.25), Uniform(12, 0.5)), ("a", "b", "c", "d")),
+    Part(7, INTERACTIVE, Mix(Uniform(48, 0.25), Uniform(12, 0.5)), ("a", "b", "c", "d")),
     Part(2, STANDARD, Mix(Uniform(64, 0.25), Uniform(400, 0.25)), ("a", "b")),
     Part(1, BATCH, Mix(Uniform(1400, 0.15), Uniform(16, 0.5)), ("a",)),
 )
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 
 FULL = Shape(num_alone=9, num_saturated=120, calm_s=6.0, burst_s=4.0, num_cycles=4, num_rounds=3)
-QUICK = Shape(num_alone=3, num_saturated=40, calm_s=1.0, burst_s=2.0, num_cycles=1, num_rounds=1)
+QUICK = Shape(num_alone=3, num_saturated=30, calm_s=0.5, burst_s=1.5, num_cycles=1, num_rounds=1)
 
 
 class World(Protocol):
@@ -73,7 +73,9 @@ class World(Protocol):
 
     name: str
 
-    def run(self, load: Trace, what: str, **limits: Any) -> outcomes.Report: ...
+    def run(self, load: Trace, what: str, *, sent: bool = False, **limits: Any) -> outcomes.Report:
+        """`sent`: may end when all requests are sent."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Simulated:
     tell: Callable[[str], None] = lambda text: None
     name: str = "simulated"
 
-    def run(self, load: Trace, what: str, **limits: Any) -> outcomes.Report:
+    def run(self, load: Trace, what: str, *, sent: bool = False, **limits: Any) -> outcomes.Report:
         self.tell(f"{self.name}, {what}")
         return simulate(load, replace(self.limits, **limits), StepCost(self.cost))
 
@@ -121,13 +123,19 @@ class Live:
     name = "live"
 
     def __init__(self) -> None:
-        self.engine = Engine(max_num_seqs=SEQS, max_step_ms=MAX_STEP_MS, host_cache_bytes=HOST_BYTES)
-        self.limits = replace(self.engine.limits, num_blocks=BLOCKS)
-        self.run(trace.mixed(ClosedLoop(4), PARTS, 10, seed=3), "what is set up at first use")
+        from shoal.engine.device import num_cores  # loads torch
 
-    def run(self, load: Trace, what: str, **limits: Any) -> outcomes.Report:
+        # All cores compute: what is copied here takes a small part of one.
+        self.engine = Engine(
+            max_num_seqs=SEQS, max_step_ms=MAX_STEP_MS, host_cache_bytes=HOST_BYTES, threads=num_cores()
+        )
+        self.limits = replace(self.engine.limits, num_blocks=BLOCKS)
+        self.run(Trace((Row(0, 64, 4),) * SEQS), "what is set up at first use")
+
+    def run(self, load: Trace, what: str, *, sent: bool = False, **limits: Any) -> outcomes.Report:
         note(f"{self.name}, {what}")
-        return serve(self.engine, load, seed=1, name=what, **({"num_blocks": BLOCKS} | limits))
+        stop = lambda ledger: sent and len(ledger.outcomes) == len(load.rows)  # noqa: E731
+        return serve(self.engine, load, seed=1, name=what, stop=stop, **({"num_blocks": BLOCKS} | limits))
 
 
 def measure(report: Report, world: World, shape: Shape) -> list[Sequence[Any]]:
@@ -179,19 +187,19 @@ def capacity_per_s(world: World, parts: Sequence[Part], count: int) -> float:
     """
     load = trace.mixed(ClosedLoop(2 * SEQS), parts, count, seed=2)
     names = ", ".join(part.service_class for part in parts)
-    report = world.run(load, f"saturated with {names}", composer=FCFS, classes=equal_classes())
+    report = world.run(load, f"saturated with {names}", sent=True, composer=FCFS, classes=equal_classes())
     end_ns = max(outcome.due_ns for outcome in report.outcomes)
     return sum(share_done(outcome, end_ns) for outcome in report.outcomes) / end_ns * 1e9
 
 
 def share_done(outcome: Outcome, now_ns: int) -> float:
-    """Of the answer, taken as even between its first token and its last."""
+    """Of the answer. Its tokens are taken as evenly spread between the first and the last that came."""
     count = len(outcome.tokens)
     if now_ns < outcome.first_ns or not count:
         return 0.0
-    if now_ns >= outcome.last_ns:
-        return 1.0
-    return (1 + (count - 1) * (now_ns - outcome.first_ns) / (outcome.last_ns - outcome.first_ns)) / count
+    if now_ns < outcome.last_ns:
+        count = 1 + (count - 1) * (now_ns - outcome.first_ns) / (outcome.last_ns - outcome.first_ns)
+    return count / outcome.row.output_tokens
 
 
 def loads_in_bursts(load: Trace, arrivals: Bursts, yard: Yardstick) -> list[tuple[float, float]]:

@@ -36,7 +36,7 @@ MODES: tuple[Mode, ...] = ("swap", "recompute", "auto")
 # A model of 1.5 billion parameters on two cores: with its 28 KB a token both answers are right somewhere in the grid.
 MACHINE = (1.2e8, 2.1e6, 350.0, 5e5, 2e3)  # of core.stepcost
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 28 * 1024
-NUM_PRIMING = 8  # episodes with swaps, from which the scheduler learns the rate of copies; it starts from its default
+NUM_PRIMING = 6  # episodes with swaps, from which the scheduler learns the rate of copies; it starts from its default
 
 URGENT_PROMPT, URGENT_TOKENS = 96, 2
 STARTED_TOKENS = 4  # a victim has so many when the urgent requests come
@@ -126,7 +126,9 @@ class Episode:
         return fmean(self._back_ns[id] - self._left_ns[id] for id in left) / 1e9
 
     def _left(self) -> set[str]:
-        return {victim.id for victim in self.victims if victim.id in self._left_ns}
+        """Those that were preempted: one that has all its tokens left for good."""
+        gone = {victim.id for victim in self.victims if victim.id in self._left_ns}
+        return {id for id in gone if id in self._back_ns or self._num_tokens[id] < self.victims[0].max_tokens}
 
 
 def _spec(id: str, service_class: str, num_prompt: int, num_output: int) -> RequestSpec:
