@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.command import shoal_here
-from tests.support.gateways import Service, service
+from tests.support.gateways import MODEL, Service, service
 from tests.support.processes import running
+from tests.support.scripted import Script
 
 pytestmark = pytest.mark.processes
 
@@ -84,3 +86,31 @@ def test_a_key_file_is_enough_for_a_bind_that_others_can_reach(model_dir: Path, 
     with service(model_dir, options=("--key-file", str(path), "--host", "0.0.0.0")) as s:
         local = Service(s.url.replace("0.0.0.0", "127.0.0.1"), s.gateway, [])
         assert (status(local, key), status(local, "wrong")) == (200, 401)
+
+
+def test_tenants_share_a_replica_and_nothing_else(model_dir: Path, tmp_path: Path) -> None:
+    """Real scheduler, real prefix cache: what one tenant has sent makes nothing faster for another."""
+    path = tmp_path / "keys.yaml"
+    acme = new_key(path, "acme", "--class", "interactive", "--class", "batch")
+    globex = new_key(path, "globex", "--class", "batch")
+    with service(model_dir, Script(), options=("--key-file", str(path)), env={"SHOAL_API_KEY": "own"}) as s:
+
+        def cached(key: str, **headers: str) -> int:
+            body = {"model": MODEL, "prompt": [100 + number % 7 for number in range(64)], "max_tokens": 2}
+            reply = s.call("/v1/completions", body, headers={"authorization": f"Bearer {key}", **headers})
+            assert reply.status == 200, reply.body
+            assert float(reply.headers["x-shoal-queue-ms"]) >= 0
+            count: int = reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return count
+
+        assert [cached(key) for key in (acme, globex, "own")] == [0, 0, 0]
+        assert [cached(key) > 0 for key in (acme, globex, "own")] == [True, True, True]
+        assert cached(acme, **{"x-shoal-class": "batch"}) > 0, "a prefix belongs to a tenant, not to a class"
+        waits = metric_by_class(s, "request_queue_time_seconds_count")
+        assert waits == {"interactive": 2.0, "batch": 3.0, "standard": 2.0}
+
+
+def metric_by_class(s: Service, name: str) -> dict[str, float]:
+    page = s.call("/metrics", headers={"authorization": "Bearer own"}).body.decode()
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    return {sample.labels["class"]: sample.value for sample in samples if sample.name == f"shoal:{name}"}
