@@ -131,9 +131,11 @@ def gateway_process(
 ) -> Iterator[tuple[str, Process]]:
     command = [sys.executable, "-m", "shoal.cli", "gateway", "--model", str(model_dir), "--served-model-name", MODEL]
     command += ["--port", "0", *(part for address in engines for part in ("--engine", address))]
-    with tempfile.TemporaryDirectory() as folder:
-        with running([*command, "--batch-dir", f"{folder}/batches", *options], env) as process:
-            yield process.wait_line(r"gateway\.serving url=(\S+)")[1], process
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running([*command, "--batch-dir", f"{folder}/batches", *options], env) as process,
+    ):
+        yield process.wait_line(r"gateway\.serving url=(\S+)")[1], process
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import msgspec
 
@@ -13,6 +14,7 @@ from shoal.wire.connection import Connection, ConnectionClosed, dial
 from shoal.wire.listener import Listener, listen
 from shoal.wire.messages import Hello, Message, Role
 
+T = TypeVar("T")
 SECRET = b"a secret of the tests"
 LIMIT_S = 5.0  # for what comes at once
 VIEW = View(step=0, num_running=0, num_waiting=0, waiting_tokens=0, free_blocks=1, cached_blocks=0, total_blocks=1)
@@ -87,6 +89,14 @@ async def end_of(connection: Connection, limit_s: float = LIMIT_S) -> Connection
                 await connection.receive()
             except ConnectionClosed as e:
                 return e
+
+
+async def eventually(look: Callable[[], Awaitable[T]], limit_s: float = 8.0) -> T:
+    """The first true value that `look` finds, or the limit is a failure."""
+    async with asyncio.timeout(limit_s):
+        while not (found := await look()):  # noqa: ASYNC110 (what is looked at tells nobody)
+            await asyncio.sleep(0.01)
+    return found
 
 
 async def until(look: Callable[[], object], limit_s: float = LIMIT_S) -> None:

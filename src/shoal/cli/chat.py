@@ -28,7 +28,7 @@ def chat(
     import asyncio
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
-    conversation = Conversation(url, model or asyncio.run(_first_model(url)), system, options)
+    conversation = Conversation(url, model or asyncio.run(first_model(url)), system, options)
     if sys.stdin.isatty():
         _interactive(conversation)
     else:
@@ -98,7 +98,7 @@ def _interactive(conversation: Conversation) -> None:
             typer.echo(f"shoal: {error}", err=True)
 
 
-async def _first_model(url: str) -> str:
+async def first_model(url: str) -> str:
     from shoal.cli import service
 
     async with service.request("GET", url, "/v1/models") as response:

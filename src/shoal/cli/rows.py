@@ -28,7 +28,7 @@ PARAMS = {
 
 def read_rows(file: BinaryIO, json: bool | None = None) -> Iterator[Row]:
     """The rows of a file, blank lines left out. `json=None`: JSON if the first one begins with a brace."""
-    for number, line in enumerate(_lines(file), 1):
+    for number, line in enumerate(lines(file), 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.strip():
@@ -41,7 +41,7 @@ def read_rows(file: BinaryIO, json: bool | None = None) -> Iterator[Row]:
             yield _from_json(number, line) if json else _from_text(number, line)
 
 
-def _lines(file: BinaryIO) -> Iterable[bytes]:
+def lines(file: BinaryIO) -> Iterable[bytes]:
     """Lines without their ends. Of a longer one than allowed only the beginning is kept."""
     while line := file.readline(MAX_LINE_BYTES + 2):
         rest = line

@@ -21,17 +21,15 @@ class ServiceError(Exception):
 @asynccontextmanager
 async def request(method: str, url: str, path: str, body: Any = None) -> AsyncIterator[aiohttp.ClientResponse]:
     """One request to the service at `url`. Raises ServiceError for whatever goes wrong, also while the body is read."""
-    base = url.rstrip("/").removesuffix("/v1")
-    key = os.environ.get("SHOAL_API_KEY", "").partition(",")[0]
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    base = root(url)
     timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENCE_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            aiohttp.ClientSession(timeout=timeout, headers=authorization()) as session,
             session.request(method, base + path, json=body, allow_redirects=False) as response,
         ):
             if response.status >= 300:
-                raise ServiceError(await _explain(response))
+                raise ServiceError(await explain(response))
             yield response
     except aiohttp.ClientConnectorError as error:
         raise ServiceError(
@@ -45,7 +43,19 @@ async def request(method: str, url: str, path: str, body: Any = None) -> AsyncIt
         raise ServiceError(f"{base}: {error or type(error).__name__}") from None
 
 
-async def _explain(response: aiohttp.ClientResponse) -> str:
+def root(url: str) -> str:
+    """A service's address without what clients of other libraries put behind it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def authorization() -> dict[str, str]:
+    """The header with the key, where the environment has one."""
+    key = os.environ.get("SHOAL_API_KEY", "").partition(",")[0]
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+async def explain(response: aiohttp.ClientResponse) -> str:
+    """What the service said, in one line."""
     text = (await response.content.read(1 << 16)).decode(errors="replace")
     try:
         message = json.loads(text)["error"]["message"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import AsyncIterator
 from itertools import accumulate
 from typing import TypeVar
 
@@ -29,32 +30,42 @@ async def read_json(request: Request, schema: type[T], max_bytes: int) -> T:
             body = await read(request, max_bytes)
     except TimeoutError:
         raise ApiError(Reason.BODY_TIMEOUT, f"the body did not arrive within {MAX_BODY_S:g} s") from None
+    return await parse(body, schema)
+
+
+async def parse(body: bytes, schema: type[T]) -> T:
+    """`decode`, off the event loop where that takes long."""
     if len(body) > OFF_LOOP_BYTES:
         return await asyncio.to_thread(decode, body, schema)
     return decode(body, schema)
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
+    return b"".join([piece async for piece in pieces(request, max_bytes)])
+
+
+async def pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises ApiError where it is too large, ClientDisconnect where its end will never come."""
     too_large = ApiError(Reason.BODY_TOO_LARGE, f"the body is larger than {max_bytes} bytes")
     announced = request.headers.get("content-length")
     if announced is not None and int(announced) > max_bytes:  # the HTTP parser lets digits only through
         if "expect" not in request.headers:  # otherwise the client waits for leave to send
             await _discard(request)
         raise too_large
-    pieces, size = [], 0
+    size = 0
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
+        piece = message.get("body", b"")
+        size += len(piece)
         if size > max_bytes:
-            pieces.clear()
             if message.get("more_body", False):
                 await _discard(request)
             raise too_large
+        yield piece
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return
 
 
 async def _discard(request: Request) -> None:

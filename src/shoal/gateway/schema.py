@@ -134,6 +134,13 @@ class CompletionRequest(Common):
     suffix: Any = None
 
 
+# The paths whose requests may come as lines of a batch, and the body of each.
+BATCHED: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Either a prompt or messages."""
 
