@@ -3,95 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import json
 import os
-import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
-from yarl import URL
 
 from shoal.core.request import Refusal, RequestSpec
 from shoal.gateway.auth import Grant, Keys, digest
 from shoal.gateway.batches import api as batches_api
-from shoal.gateway.batches import archive, work
+from shoal.gateway.batches import work
 from shoal.wire.messages import Refusing
-from tests.gateway.stub import MODEL, Stage, StubEngine, stage
-from tests.support.wires import eventually, until
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ENDED = {"failed", "completed", "expired", "cancelled"}
-
-
-def line(custom_id: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
-    body = {"model": MODEL, **({"prompt": "hello"} if url == TEXT else {"messages": [message("hello")]}), **body}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
-
-
-def message(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def jsonl(*lines: Any) -> bytes:
-    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
-
-
-class Client:
-    def __init__(self, at: Stage, key: str = "") -> None:
-        self._at = at
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
-
-    async def call(self, method: str, path: str, **more: Any) -> tuple[int, Any]:
-        async with self._at.http.request(method, self._at.url + path, headers=self._headers, **more) as answer:
-            text = await answer.read()
-            return answer.status, json.loads(text) if answer.content_type == "application/json" else text
-
-    async def ok(self, method: str, path: str, **more: Any) -> Any:
-        status, answer = await self.call(method, path, **more)
-        assert status == 200, answer
-        return answer
-
-    async def upload(self, content: bytes, **fields: str) -> tuple[int, Any]:
-        form = aiohttp.FormData({"purpose": "batch"} | fields)
-        form.add_field("file", content, filename="in.jsonl")
-        return await self.call("POST", "/v1/files", data=form)
-
-    async def uploaded(self, *lines: Any) -> str:
-        status, file = await self.upload(jsonl(*lines))
-        assert status == 200, file
-        id: str = file["id"]
-        return id
-
-    async def create(self, file: str, endpoint: str = TEXT, **more: Any) -> tuple[int, Any]:
-        body = {"input_file_id": file, "endpoint": endpoint, "completion_window": "24h"} | more
-        return await self.call("POST", "/v1/batches", json=body)
-
-    async def batch(self, *lines: Any, endpoint: str = TEXT) -> str:
-        status, batch = await self.create(await self.uploaded(*lines), endpoint)
-        assert status == 200 and batch["status"] == "validating", batch
-        id: str = batch["id"]
-        return id
-
-    async def until(self, id: str, true: Callable[[Any], object]) -> Any:
-        async def look() -> Any:
-            batch = await self.ok("GET", f"/v1/batches/{id}")
-            return batch if true(batch) else None
-
-        return await eventually(look)
-
-    async def ended(self, id: str) -> Any:
-        return await self.until(id, lambda batch: batch["status"] in ENDED)
-
-    async def lines(self, file: str) -> dict[str, Any]:
-        """By custom_id, in the file's order; each is there once."""
-        lines = [json.loads(text) for text in (await self.ok("GET", f"/v1/files/{file}/content")).splitlines()]
-        found = {one["custom_id"]: one for one in lines}
-        assert len(found) == len(lines)
-        return found
+from tests.gateway.batch_client import CHAT, Client, jsonl, line, message
+from tests.gateway.stub import MODEL, StubEngine, stage
+from tests.support.wires import until
 
 
 async def test_from_a_file_to_a_file(model_dir: Path, folder: Path) -> None:
@@ -309,153 +234,13 @@ async def test_limits_of_a_tenant(model_dir: Path, folder: Path, monkeypatch: py
         assert len(os.listdir(folder / "batches" / "files")) == 1
 
 
-# -- hostile and unlucky -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "id",
-    [
-        "..%2f..%2fetc%2fpasswd",
-        "%2e%2e",
-        "file-..%5c",
-        "x" * 5000,
-        "%27%20OR%201=1--",
-        "%F0%9F%98%80",
-        "batches.sqlite3",
-    ],
-)
-async def test_ids_are_only_ever_looked_up(model_dir: Path, folder: Path, id: str) -> None:
-    async with stage(model_dir, folder, StubEngine()) as at:
+async def test_a_line_may_wait_longer_than_a_client_s_request(model_dir: Path, folder: Path) -> None:
+    engine = StubEngine(lambda engine, specs: None)
+    async with stage(model_dir, folder, engine, request_timeout_s=0.2) as at:
         client = Client(at)
-        for method, path in [
-            ("GET", "/v1/files/{}"),
-            ("GET", "/v1/files/{}/content"),
-            ("DELETE", "/v1/files/{}"),
-            ("GET", "/v1/batches/{}"),
-            ("POST", "/v1/batches/{}/cancel"),
-        ]:
-            url = URL(at.url + path.format(id), encoded=True)
-            async with at.http.request(method, url) as answer:
-                assert answer.status == 404, path
-                assert len(await answer.read()) < 1000
-        assert (await client.create("../batches.sqlite3"))[0] == 404
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
-        ({"completion_window": "1h"}, "completion_window"),
-        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
-        ({"metadata": {"k": "v" * 513}}, "metadata[...]"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
-        ({"input_file_id": 1}, "input_file_id"),
-    ],
-)
-async def test_a_bad_request_for_a_batch_is_named(model_dir: Path, folder: Path, more: Any, param: str) -> None:
-    async with stage(model_dir, folder, StubEngine()) as at:
-        client = Client(at)
-        status, answer = await client.create(await client.uploaded(line("a")), **more)
-        assert status == 400 and answer["error"]["param"] == param
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [({"purpose": "fine-tune"}, "purpose"), ({"expires_after[seconds]": "9"}, "expires_after[seconds]")],
-)
-async def test_a_bad_upload_is_named_and_leaves_nothing(
-    model_dir: Path, folder: Path, fields: dict[str, str], param: str
-) -> None:
-    async with stage(model_dir, folder, StubEngine()) as at:
-        status, answer = await Client(at).upload(b"x", **fields)
-        assert status == 400 and answer["error"]["param"] == param
-        assert os.listdir(folder / "batches" / "files") == []
-        assert (await Client(at).ok("GET", "/v1/files"))["data"] == []
-
-
-async def test_lists_and_their_limits(model_dir: Path, folder: Path) -> None:
-    async with stage(model_dir, folder, StubEngine()) as at:
-        client = Client(at)
-        files = [await client.uploaded(line("a")) for _ in range(3)]
-        page = await client.ok("GET", "/v1/files?limit=2")
-        assert [one["id"] for one in page["data"]] == files[:0:-1] and page["has_more"] is True
-        page = await client.ok("GET", f"/v1/files?limit=2&after={page['last_id']}&purpose=batch")
-        assert [one["id"] for one in page["data"]] == files[:1] and page["has_more"] is False
-        assert (await client.ok("GET", "/v1/files?purpose=batch_output"))["data"] == []
-        assert (await client.ok("GET", "/v1/files?order=asc"))["first_id"] == files[0]
-        for query in ("limit=0", "limit=10001", "limit=x", "limit=%D9%A1", "after=file-0", "order=up"):
-            assert (await client.call("GET", f"/v1/files?{query}"))[0] == 400, query
-        assert (await client.call("GET", "/v1/batches?limit=101"))[0] == 400
-
-
-async def test_an_upload_is_limited_streamed_and_private(model_dir: Path, folder: Path) -> None:
-    async with stage(model_dir, folder, StubEngine(), max_file_bytes=3 << 20, max_body_bytes=1 << 20) as at:
-        client = Client(at)
-        status, file = await client.upload(b"x" * (3 << 20))
-        assert status == 200 and file["bytes"] == 3 << 20, "more than other bodies may have"
-        assert (await client.upload(b"x" * ((3 << 20) + 1)))[0] == 413
-        assert (await client.upload(b"x" * (4 << 20)))[0] == 413
-        assert (await at.complete(prompt="x" * (2 << 20)))[0] == 413, "other bodies have their own limit"
-        assert os.listdir(folder / "batches" / "files") == [file["id"]]
-        for path in [folder / "batches", *(folder / "batches").rglob("*")]:
-            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
-
-
-async def test_a_client_that_goes_away_leaves_nothing(model_dir: Path, folder: Path) -> None:
-    async with stage(model_dir, folder, StubEngine()) as at:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(at.url.rpartition(":")[2]))
-        head = "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n"
-        writer.write(f"{head}content-type: multipart/form-data; boundary=cut\r\n\r\n".encode())
-        writer.write(b'--cut\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nhalf of it')
-        files = folder / "batches" / "files"
-        await until(lambda: files.exists() and os.listdir(files))
-        writer.close()
-        await until(lambda: not os.listdir(files))
-
-
-async def test_a_full_disk_refuses_the_upload_and_says_so(
-    model_dir: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class FullDisk:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
-
-        def write(self, fd: int, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    async with stage(model_dir, folder, StubEngine()) as at:
-        client = Client(at)
-        monkeypatch.setattr(archive, "os", FullDisk())
-        status, answer = await client.upload(jsonl(line("a")))
-        assert status == 507 and answer["error"]["code"] == "insufficient_storage"
-        assert str(folder) not in answer["error"]["message"]
-        monkeypatch.undo()
-        assert os.listdir(folder / "batches" / "files") == []
-        assert (await client.upload(jsonl(line("a"))))[0] == 200
-
-
-async def test_a_file_in_use_is_not_deleted(model_dir: Path, folder: Path) -> None:
-    async with stage(model_dir, folder, StubEngine(lambda engine, specs: None)) as at:
-        client = Client(at)
-        file = await client.uploaded(line("a"))
-        _, batch = await client.create(file)
-        assert (await client.call("DELETE", f"/v1/files/{file}"))[0] == 409
-        await client.ok("POST", f"/v1/batches/{batch['id']}/cancel")
-        await client.ended(batch["id"])
-        assert (await client.ok("DELETE", f"/v1/files/{file}")) == {"id": file, "object": "file", "deleted": True}
-        assert (await client.call("GET", f"/v1/files/{file}/content"))[0] == 404
-
-
-async def test_no_more_lines_than_allowed_are_at_work(model_dir: Path, folder: Path) -> None:
-    waiting: list[Sequence[RequestSpec]] = []
-    engine = StubEngine(lambda engine, specs: waiting.append(specs))
-    async with stage(model_dir, folder, engine, batch_lines_in_flight=3) as at:
-        client = Client(at)
-        id = await client.batch(*(line(f"n{number}") for number in range(9)))
-        for round_ in range(3):
-            await until(lambda: len(waiting) == 3)
-            assert at.gateway._dispatcher.num_jobs == 3, round_
-            for specs in waiting:
-                engine.answer(specs)
-            waiting.clear()
-        assert (await client.ended(id))["status"] == "completed"
+        id = await client.batch(line("a"))
+        await until(lambda: len(engine.submitted) == 1)
+        assert (await at.complete())[0] == 504
+        assert (await client.ok("GET", f"/v1/batches/{id}"))["status"] == "in_progress"
+        engine.answer(engine.submitted[:1])
+        assert (await client.ended(id))["request_counts"]["completed"] == 1

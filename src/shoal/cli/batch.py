@@ -37,7 +37,10 @@ Source = Annotated[
     ),
 ]
 Target = Annotated[
-    Path, typer.Argument(metavar="OUT", dir_okay=False, help="answers, one per line as they come; errors in OUT.errors")
+    Path,
+    typer.Argument(
+        metavar="OUT", dir_okay=False, help="answers as they come; errors beside it: out.jsonl, out.errors.jsonl"
+    ),
 ]
 
 
@@ -52,7 +55,7 @@ def batch(
 ) -> None:
     """Answer a file of requests by a running service, when it has nothing more urgent to do.
 
-    Answers are OpenAI's batch output lines, found again by their custom_id; failed requests go to OUT.errors.jsonl.
+    Answers are OpenAI's batch output lines, found again by their custom_id; failed requests go to a file of their own.
     After an interruption the same command goes on with what OUT does not have yet. The key is in SHOAL_API_KEY.
     """
     from shoal.cli.batch_files import Results
