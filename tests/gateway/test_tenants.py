@@ -7,15 +7,15 @@ import random
 import pytest
 
 from shoal.gateway.errors import ApiError
-from shoal.gateway.tenants import MINUTE_S, Lease, TenantLimits, Tenants
+from shoal.gateway.tenants import MINUTE_S, Hold, TenantLimits, Tenants
 
 PER_MINUTE = TenantLimits(tokens_per_minute=600)  # ten a second
 
 
-def refusal(*arguments: object, tenants: Tenants | None = None, lease: Lease | None = None) -> tuple[str, str]:
-    """(reason, Retry-After) of `enter`, or of a lease's `charge`."""
+def refusal(*arguments: object, tenants: Tenants | None = None, hold: Hold | None = None) -> tuple[str, str]:
+    """(reason, Retry-After) of `enter`, or of a hold's `charge`."""
     with pytest.raises(ApiError) as caught:
-        (lease.charge if lease is not None else tenants.enter)(*arguments)  # type: ignore[union-attr, arg-type]
+        (hold.charge if hold is not None else tenants.enter)(*arguments)  # type: ignore[union-attr, arg-type]
     assert caught.value.shape.status == 429
     return str(caught.value.reason), dict(caught.value.headers)["retry-after"]
 
@@ -67,35 +67,35 @@ def test_a_refused_request_holds_nothing() -> None:
 
 def test_tokens_fill_up_evenly_and_the_time_to_come_back_is_the_right_one() -> None:
     tenants = Tenants()
-    lease = tenants.enter("a", PER_MINUTE, 0.0)
-    lease.charge(600, 0.0)
-    assert refusal(1, 0.0, lease=lease) == ("tenant_tokens_exceeded", "1")
-    assert refusal(300, 0.0, lease=lease) == ("tenant_tokens_exceeded", "30")
-    assert refusal(300, 10.5, lease=lease) == ("tenant_tokens_exceeded", "20")
-    assert refusal(300, 29.9, lease=lease) == ("tenant_tokens_exceeded", "1")
-    lease.charge(300, 30.0)
-    assert refusal(10, 30.0, lease=lease) == ("tenant_tokens_exceeded", "1")
-    lease.charge(10, 31.0)
+    hold = tenants.enter("a", PER_MINUTE, 0.0)
+    hold.charge(600, 0.0)
+    assert refusal(1, 0.0, hold=hold) == ("tenant_tokens_exceeded", "1")
+    assert refusal(300, 0.0, hold=hold) == ("tenant_tokens_exceeded", "30")
+    assert refusal(300, 10.5, hold=hold) == ("tenant_tokens_exceeded", "20")
+    assert refusal(300, 29.9, hold=hold) == ("tenant_tokens_exceeded", "1")
+    hold.charge(300, 30.0)
+    assert refusal(10, 30.0, hold=hold) == ("tenant_tokens_exceeded", "1")
+    hold.charge(10, 31.0)
 
 
 def test_who_waits_as_told_is_let_in() -> None:
     chance = random.Random(5)
-    lease, now_s = Tenants().enter("a", PER_MINUTE, 0.0), 0.0
+    hold, now_s = Tenants().enter("a", PER_MINUTE, 0.0), 0.0
     for _ in range(500):
         tokens = chance.randrange(1, 3000)
         try:
-            lease.charge(tokens, now_s)
+            hold.charge(tokens, now_s)
         except ApiError as error:
             now_s += float(dict(error.headers)["retry-after"])
-            lease.charge(tokens, now_s)
+            hold.charge(tokens, now_s)
 
 
 def test_a_request_larger_than_the_bucket_needs_a_full_one_and_leaves_a_debt() -> None:
-    lease = Tenants().enter("a", PER_MINUTE, 0.0)
-    lease.charge(1200, 0.0)
-    assert refusal(1, 0.0, lease=lease) == ("tenant_tokens_exceeded", "61")
-    assert refusal(1200, 60.0, lease=lease) == ("tenant_tokens_exceeded", "60")
-    lease.charge(1200, 120.0)
+    hold = Tenants().enter("a", PER_MINUTE, 0.0)
+    hold.charge(1200, 0.0)
+    assert refusal(1, 0.0, hold=hold) == ("tenant_tokens_exceeded", "61")
+    assert refusal(1200, 60.0, hold=hold) == ("tenant_tokens_exceeded", "60")
+    hold.charge(1200, 120.0)
 
 
 def test_tokens_of_who_is_turned_away_go_back_and_no_more_than_those() -> None:
@@ -107,16 +107,16 @@ def test_tokens_of_who_is_turned_away_go_back_and_no_more_than_those() -> None:
     away.release(turned_away=True)
     again = tenants.enter("a", PER_MINUTE, 0.0)
     again.charge(300, 0.0)
-    assert refusal(1, 0.0, lease=again)[0] == "tenant_tokens_exceeded"
+    assert refusal(1, 0.0, hold=again)[0] == "tenant_tokens_exceeded"
 
 
 def test_without_limits_there_are_none() -> None:
     tenants = Tenants()
-    leases = [tenants.enter("", TenantLimits(), 0.0) for _ in range(1000)]
-    for lease in leases:
-        lease.charge(1 << 40, 0.0)
-    for lease in leases:
-        lease.release(turned_away=False)
+    holds = [tenants.enter("", TenantLimits(), 0.0) for _ in range(1000)]
+    for hold in holds:
+        hold.charge(1 << 40, 0.0)
+    for hold in holds:
+        hold.release(turned_away=False)
     assert tenants.in_flight() == {}
 
 
@@ -137,7 +137,7 @@ def test_tenants_that_use_nothing_take_no_memory_and_the_others_are_remembered()
         tenants.enter(f"t{number}", limits, 1.0).release(turned_away=False)
     assert len(tenants._usage) < 5000
     assert refusal("busy", limits, 1.0, tenants=tenants)[0] == "tenant_requests_exceeded"
-    assert refusal(1, 1.0, lease=tenants.enter("debtor", limits, 1.0))[0] == "tenant_tokens_exceeded"
+    assert refusal(1, 1.0, hold=tenants.enter("debtor", limits, 1.0))[0] == "tenant_tokens_exceeded"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -148,14 +148,14 @@ def test_no_window_of_time_holds_more_than_a_full_bucket_and_its_refill(seed: in
     admitted: list[tuple[float, int]] = []
     for _ in range(400):
         now_s += chance.choice([0.0, 0.01, 0.3, 2.0, 90.0]) * chance.random()
-        lease, tokens = tenants.enter("a", limits, now_s), chance.randrange(1, rate)
+        hold, tokens = tenants.enter("a", limits, now_s), chance.randrange(1, rate)
         try:
-            lease.charge(tokens, now_s)
+            hold.charge(tokens, now_s)
         except ApiError:
             pass
         else:
             admitted.append((now_s, tokens))
-        lease.release(turned_away=False)
+        hold.release(turned_away=False)
     assert len(admitted) > 10
     for start in range(len(admitted)):
         total = 0

@@ -24,7 +24,7 @@ from shoal.gateway.params import Asked, Params, chat_params, check_ids, completi
 from shoal.gateway.prompts import Prompt, Prompts, off_loop
 from shoal.gateway.reply import Reply, collect, record_of
 from shoal.gateway.schema import BATCHED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from shoal.gateway.tenants import Lease, Tenants
+from shoal.gateway.tenants import Hold, Tenants
 from shoal.gateway.terms import Terms, terms_of
 from shoal.wire.messages import EngineInfo
 
@@ -54,10 +54,8 @@ class Api:
     async def _reply(self, request: Request, body: Asked) -> Response:
         record = record_of(request)
         record.terms = terms_of(request.scope["headers"], body.priority or 0, record.grant, self.classes)
-        record.lease = self.tenants.enter(record.grant.tenant, record.grant.limits, time.monotonic())
-        answer = await self.begin(
-            body, id=record.id, arrived_s=record.arrived_s, terms=record.terms, lease=record.lease
-        )
+        record.hold = self.tenants.enter(record.grant.tenant, record.grant.limits, time.monotonic())
+        answer = await self.begin(body, id=record.id, arrived_s=record.arrived_s, terms=record.terms, hold=record.hold)
         record.job = answer.job
         return Reply(answer, self.dispatcher, record)
 
@@ -86,7 +84,7 @@ class Api:
         id: str,
         arrived_s: float,
         terms: Terms,
-        lease: Lease | None = None,
+        hold: Hold | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
         """A request's answer, under way. Raises ApiError. `dispatcher.finish` must follow."""
@@ -107,11 +105,11 @@ class Api:
             arrived_s=arrived_s,
             asked_s=asked_s,
             terms=terms,
-            lease=lease,
+            hold=hold,
             timeout_s=timeout_s,
         )
-        if lease is not None:
-            lease.charge(order.most_tokens, time.monotonic())
+        if hold is not None:
+            hold.charge(order.most_tokens, time.monotonic())
         job = await self.dispatcher.start(order)
         kind = ChatAnswer if isinstance(body, ChatRequest) else CompletionAnswer
         return kind(job, model=self.model, created=int(time.time()), tokenizer=self.prompts.tokenizer)

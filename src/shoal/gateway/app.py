@@ -88,9 +88,9 @@ class App:
         record.grant = self._keys.on_behalf(grant, headers)
 
     def _close_books(self, scope: Scope, record: Record, request_id: str) -> None:
-        if record.lease is not None:
+        if record.hold is not None:
             nothing_done = record.job is None or not record.job.num_output_tokens
-            record.lease.release(turned_away=nothing_done and record.error is not None and record.error.before_work)
+            record.hold.release(turned_away=nothing_done and record.error is not None and record.error.before_work)
         took_s = time.monotonic() - record.arrived_s
         outcome, reason = _outcome(record)
         if record.counted:

@@ -14,7 +14,7 @@ from shoal.gateway.metrics import Metrics
 from shoal.gateway.output import Delta
 from shoal.gateway.params import Params
 from shoal.gateway.prompts import Prompt
-from shoal.gateway.tenants import Lease
+from shoal.gateway.tenants import Hold
 from shoal.gateway.terms import Terms
 from shoal.gateway.text.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class Order:
     arrived_s: float  # monotonic; its first byte
     asked_s: float  # it was here as a whole: from then on it waits for us
     terms: Terms
-    lease: Lease | None = None  # of its tenant's limits
+    hold: Hold | None = None  # of its tenant's limits
     timeout_s: float | None = None  # None: the gateway's for all requests
 
     @property
@@ -184,5 +184,5 @@ class Job:
             self._waiter.set_result(None)
 
     def _wait_is_over(self) -> None:
-        if self.order.lease is not None:
-            self.order.lease.started()
+        if self.order.hold is not None:
+            self.order.hold.started()

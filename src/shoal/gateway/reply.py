@@ -17,7 +17,7 @@ from shoal.gateway.dispatch import Dispatcher
 from shoal.gateway.errors import ApiError, internal
 from shoal.gateway.job import Cancelled, Job
 from shoal.gateway.output import Delta
-from shoal.gateway.tenants import Lease
+from shoal.gateway.tenants import Hold
 from shoal.gateway.terms import Terms
 
 _COMMENT = b":\n\n"
@@ -34,7 +34,7 @@ class Record:
     counted: bool = False  # a request for text: part of the accounting
     grant: Grant = field(default_factory=Grant)  # of its key
     terms: Terms | None = None  # None: not a request for text, or none that was understood
-    lease: Lease | None = None
+    hold: Hold | None = None
     job: Job | None = None
     error: ApiError | None = None
     aborted: str | None = None  # why nobody got an answer

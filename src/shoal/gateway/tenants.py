@@ -35,7 +35,7 @@ class _Usage:
         return not self.in_flight and self.paid_s <= now_s
 
 
-class Lease:
+class Hold:
     """What one request holds of its tenant's limits. `release` must follow, whatever becomes of the request."""
 
     def __init__(self, usage: _Usage, limits: TenantLimits) -> None:
@@ -90,7 +90,7 @@ class Tenants:
         self._usage: dict[str, _Usage] = {}
         self._sweep_at = _SWEEP
 
-    def enter(self, tenant: str, limits: TenantLimits, now_s: float) -> Lease:
+    def enter(self, tenant: str, limits: TenantLimits, now_s: float) -> Hold:
         """One more request of the tenant. Raises ApiError where it has as many as it may have."""
         usage = self._usage.get(tenant)
         if usage is None:
@@ -105,7 +105,7 @@ class Tenants:
             raise ApiError(
                 Reason.TENANT_QUEUE, f"{usage.queued} of your requests wait; the limit is {limits.max_queued}"
             )
-        return Lease(usage, limits)
+        return Hold(usage, limits)
 
     def in_flight(self) -> dict[str, int]:
         """Requests at present, by tenant."""
