@@ -58,14 +58,14 @@ class Shape(NamedTuple):
 
     num_alone: int  # requests of each class, one after the other
     num_saturated: int  # requests that tell the capacity
-    calm_s: float
-    burst_s: float
+    num_calm: int  # requests of each calm, and of each burst: a slower machine gets as many, more slowly
+    num_burst: int
     num_cycles: int
     num_rounds: int
 
 
-FULL = Shape(num_alone=9, num_saturated=120, calm_s=6.0, burst_s=4.0, num_cycles=4, num_rounds=3)
-QUICK = Shape(num_alone=3, num_saturated=30, calm_s=0.5, burst_s=1.5, num_cycles=1, num_rounds=1)
+FULL = Shape(num_alone=9, num_saturated=120, num_calm=20, num_burst=80, num_cycles=4, num_rounds=3)
+QUICK = Shape(num_alone=3, num_saturated=30, num_calm=2, num_burst=28, num_cycles=1, num_rounds=1)
 
 
 class World(Protocol):
@@ -141,7 +141,8 @@ class Live:
 def measure(report: Report, world: World, shape: Shape) -> list[Sequence[Any]]:
     """Rows of the table, with claims about them."""
     yard = yardstick(world, shape)
-    arrivals = Bursts(CALM * yard.capacity_per_s, shape.calm_s, BURST * yard.capacity_per_s, shape.burst_s)
+    calm_per_s, burst_per_s = CALM * yard.capacity_per_s, BURST * yard.capacity_per_s
+    arrivals = Bursts(calm_per_s, shape.num_calm / calm_per_s, burst_per_s, shape.num_burst / burst_per_s)
     found: dict[str, list[outcomes.Report]] = {name: [] for name in COMPOSERS}
     loads: list[tuple[float, float]] = []
     for number in range(1, shape.num_rounds + 1):

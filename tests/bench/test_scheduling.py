@@ -58,7 +58,7 @@ def test_targets_go_to_the_classes_that_have_some() -> None:
 
 def test_three_composers_on_a_small_simulated_load(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report("scheduling", Namespace(quick=True, json=None))
-    shape = Shape(num_alone=2, num_saturated=48, calm_s=1.0, burst_s=1.0, num_cycles=1, num_rounds=1)
+    shape = Shape(num_alone=2, num_saturated=48, num_calm=10, num_burst=30, num_cycles=1, num_rounds=1)
     rows = measure(report, Simulated(LIMITS, COST), shape)
     report.finish()
     assert [row[1] for row in rows] == ["static"] * 3 + ["fcfs"] * 3 + ["value"] * 3
