@@ -131,6 +131,11 @@ def test_what_the_file_says_of_a_key_holds_where_the_environment_has_it_too() ->
     assert Keys(["k-acme"], LISTED).check(b"Bearer k-acme", "a", 0.0) == ACME
 
 
+def test_a_key_file_is_enough_for_a_bind_that_others_can_reach() -> None:
+    check_bind("0.0.0.0", Keys([], LISTED))
+    check_bind("0.0.0.0", Keys([], {}))  # nobody comes in at all
+
+
 def test_the_digest_is_no_key() -> None:
     for shown in (digest(b"k-acme").hex(), f"sha256:{digest(b'k-acme').hex()}"):
         with pytest.raises(ApiError, match="not accepted"):

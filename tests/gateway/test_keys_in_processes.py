@@ -80,14 +80,6 @@ def test_keys_come_and_go_without_a_restart(model_dir: Path, tmp_path: Path) -> 
             assert key not in s.gateway.text
 
 
-def test_a_key_file_is_enough_for_a_bind_that_others_can_reach(model_dir: Path, tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    key = new_key(path, "acme")
-    with service(model_dir, options=("--key-file", str(path), "--host", "0.0.0.0")) as s:
-        local = Service(s.url.replace("0.0.0.0", "127.0.0.1"), s.gateway, [])
-        assert (status(local, key), status(local, "wrong")) == (200, 401)
-
-
 def test_tenants_share_a_replica_and_nothing_else(model_dir: Path, tmp_path: Path) -> None:
     """Real scheduler, real prefix cache: what one tenant has sent makes nothing faster for another."""
     path = tmp_path / "keys.yaml"
