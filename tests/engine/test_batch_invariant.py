@@ -49,6 +49,7 @@ class Watched:
         self.num_blocks, self.block_tokens = self.runner.num_blocks, self.runner.block_tokens
         self.max_model_len, self.vocab_size = self.runner.max_model_len, self.runner.vocab_size
         self.hash_root, self.forget_all = self.runner.hash_root, self.runner.forget_all
+        self.host = self.runner.host
 
     def launch(self, plan: StepPlan) -> None:
         places = [(piece.id, piece.start + piece.count) for piece in plan.slices if piece.sample]
