@@ -16,7 +16,7 @@ import pytest
 from shoal.core.request import Refusal
 from shoal.gateway.batches import work
 from shoal.gateway.batches.archive import NewFile
-from shoal.gateway.batches.objects import WINDOW_S, Batch, Status
+from shoal.gateway.batches.objects import WINDOW_S, Batch, Place, Status
 from shoal.gateway.batches.store import Store
 from shoal.gateway.errors import ApiError, Reason, invalid
 from tests.gateway.batch_desk import NOW_S, Desk, fine, never, running
@@ -91,16 +91,25 @@ async def test_not_now_is_no_answer(folder: Path, pauses: list[float]) -> None:
 
 
 async def test_a_line_that_is_lost_again_and_again_fails(folder: Path, pauses: list[float]) -> None:
+    lost, busy = ApiError(Reason.REPLICA_LOST, "gone"), ApiError(Reason.NO_REPLICA, "none")
+    told = {
+        "poison": [lost] * 9,
+        "unlucky": [busy, busy, busy, lost, busy, lost],
+        "wrong": [lost, invalid("no"), lost],
+    }
+
     async def answer(name: str) -> bytes:
-        if name == "poison" or desk.asked.count(name) < 3:
-            raise ApiError(Reason.REPLICA_LOST, "gone")
+        if told[name]:
+            raise told[name].pop(0)
         return await fine(name)
 
     async with running(Desk(folder, answer)) as desk:
-        batch = await desk.ended(await desk.batch("poison", "unlucky"))
+        batch = await desk.ended(await desk.batch(*told))
         assert set(desk.lines(batch.output_file_id)) == {"unlucky"}
-        assert desk.lines(batch.error_file_id)["poison"]["response"]["status_code"] == 502
-        assert desk.asked.count("poison") == work.MAX_LOST
+        errors = desk.lines(batch.error_file_id)
+        statuses = {name: line["response"]["status_code"] for name, line in errors.items()}
+        assert statuses == {"poison": 502, "wrong": 400}
+        assert [desk.asked.count(name) for name in told] == [work.MAX_LOST, 7, 2]
 
 
 async def test_a_file_that_is_none_of_requests_fails_with_the_numbers_of_its_lines(folder: Path) -> None:
@@ -115,6 +124,16 @@ async def test_a_file_that_is_none_of_requests_fails_with_the_numbers_of_its_lin
         assert many.errors is not None and len(json.loads(many.errors)) == 100
         empty = await desk.ended(await desk.batch(content=b""))
         assert empty.errors is not None and json.loads(empty.errors)[0]["code"] == "empty_file"
+
+
+async def test_a_look_at_the_file_that_was_interrupted_begins_anew(folder: Path) -> None:
+    desk = Desk(folder)
+    id = await desk.batch("a", "b")
+    assert await desk.archive.do(Store.claim, "who died", "m", NOW_S - 20, 10.0) is not None
+    await desk.archive.do(Store.add_lines, "who died", id, [Place(1, 0, 5, "stale")])
+    async with running(desk):
+        batch = await desk.ended(id)
+        assert batch.completed == 2 and list(desk.lines(batch.output_file_id)) == ["a", "b"]
 
 
 async def test_at_the_end_of_the_window_what_is_not_done_is_an_error(folder: Path) -> None:
