@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.gateway.batches import lines
 from shoal.gateway.batches.archive import ABANDONED_S, Archive
 from shoal.gateway.batches.lines import Problem, look
-from shoal.gateway.batches.objects import MAX_LINES, NEXT, Batch, File, Place, Status
+from shoal.gateway.batches.objects import NEXT, Batch, File, Place, Status
 from shoal.gateway.batches.pauses import LONGEST_S, pause_s
 from shoal.gateway.batches.store import Store
 from shoal.gateway.batches.window import Window
@@ -305,10 +306,11 @@ def test_a_file_without_requests_is_a_problem(tmp_path: Path, content: bytes) ->
     assert [one.code for one in looked(tmp_path, content) if isinstance(one, Problem)] == ["empty_file"]
 
 
-def test_a_batch_has_so_many_lines_at_most(tmp_path: Path) -> None:
-    content = b"".join(GOOD % b"%d" % number + b"\n" for number in range(MAX_LINES + 5))
+def test_a_batch_has_so_many_lines_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINES", 7)
+    content = b"".join(GOOD % b"%d" % number + b"\n" for number in range(9))
     *places, problem = looked(tmp_path, content)
-    assert len(places) == MAX_LINES and isinstance(problem, Problem) and problem.code == "too_many_tasks"
+    assert len(places) == 7 and isinstance(problem, Problem) and problem.code == "too_many_tasks"
 
 
 async def test_places_in_the_window_go_round_the_tenants() -> None:
