@@ -35,7 +35,7 @@ from shoal.workload.trace import Part, Row, Trace
 
 INTERACTIVE, BATCH = "interactive", "batch"
 HOST_BYTES = 1 << 30
-MAX_STEP_MS = 100
+MAX_STEP_MS = 50  # what an urgent request may have to wait for
 
 SAME_STREAMS, SAME_PROMPT, SAME_EVERY_S = 8, 96, 0.3
 SAME_URGENT = Row(0, 48, 8, INTERACTIVE)
@@ -45,7 +45,7 @@ TOKENS_PER_PREEMPTION, STEPS_PER_TOKEN = 50, 3
 
 URGENT_SEQS, URGENT_BLOCKS = 16, 300
 URGENT_BATCH = Part(1, BATCH, Mix(Uniform(256, 0.5), Uniform(128, 0.5)))
-URGENT = Part(1, INTERACTIVE, Mix(Uniform(48, 0.5), Uniform(4, 0.5)))
+URGENT = Part(1, INTERACTIVE, Mix(Uniform(32, 0.25), Uniform(4, 0.5)))
 URGENT_TIMES, URGENT_SHARE = 2, 0.7  # of the time between two of them, one alone takes so much
 
 CLOSE, BOTH_SHARE, LIVE_ROUNDS = 1.10, 0.25, 3
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def same_text(report: Report) -> None:
-    engine = Engine(dtype="float32", max_num_seqs=8, max_step_ms=MAX_STEP_MS, host_cache_bytes=HOST_BYTES)
+    engine = Engine(dtype="float32", max_num_seqs=SAME_STREAMS, host_cache_bytes=HOST_BYTES)
     world = World("live", engine)
     num_urgent, num_tokens, num_blocks = (6, 64, 60) if report.quick else (24, 192, 110)
     streams = [Row(0, SAME_PROMPT, num_tokens, BATCH)] * SAME_STREAMS
