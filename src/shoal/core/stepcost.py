@@ -1,10 +1,15 @@
 """How long will a step take? A linear model with non-negative coefficients, learned online.
 
-    busy_ns ~ c0 + c1 * new tokens + c2 * attended tokens + c3 * sequences + c4 * sampled rows
+    busy_ns ~ c0 + c1 * new tokens + c2 * attended tokens + c3 * sequences + c4 * context tokens
 
-The learner is a Kalman filter over the coefficients with a random walk (Jazwinski, Stochastic Processes and Filtering
-Theory, 1970, ch. 7), with errors taken relative to the step, so that a decode of 5 ms counts as much as a prompt of
-500 ms, and three guards:
+Attended tokens are pairs of a new token and one that it looks at: what attention computes. Context tokens are those
+whose keys and values are read: what attention fetches, at ten times the cost of a pair. For a decode both are its
+length; for a chunk of n tokens at the beginning of a prompt the first is n / 2 times the second.
+
+The learner is a Kalman filter over the coefficients (Jazwinski, Stochastic Processes and Filtering Theory, 1970,
+ch. 7), with errors taken relative to the step, so that a decode of 5 ms counts as much as a prompt of 500 ms. It
+expects two kinds of change: the machine as a whole becomes faster or slower from one step to the next, which moves all
+coefficients in proportion, and each coefficient wanders by itself, slowly. Three guards:
   robust       the further an error lies beyond CLIP typical errors, the less it is believed (Huber's weight)
   bounded      uncertainty grows again where steps tell nothing, but never beyond what it was at the start
   non-negative a coefficient that would fall below zero stays at zero
@@ -13,16 +18,18 @@ Theory, 1970, ch. 7), with errors taken relative to the step, so that a decode o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import sqrt
 
 from shoal.core.plan import Slice
 
-FEATURES: tuple[str, ...] = ("steps", "new_tokens", "attended_tokens", "sequences", "sampled_rows")
+FEATURES: tuple[str, ...] = ("steps", "new_tokens", "attended_tokens", "sequences", "context_tokens")
 
 # Before anything was measured: of the order of a 100 M parameter model on two CPU cores, ns per unit of each feature.
-DEFAULT_COEFFICIENTS = (2e6, 1e5, 10.0, 5e4, 5e4)
+DEFAULT_COEFFICIENTS = (1e7, 1.5e5, 100.0, 3e4, 1.3e3)
 
-_UNITS = (1.0, 100.0, 50_000.0, 32.0, 32.0)  # a usual amount of each feature: brings the filter's numbers to one size
+_UNITS = (1.0, 100.0, 50_000.0, 32.0, 5000.0)  # a usual amount of each feature: brings the filter's numbers to one size
 _NOISE = 0.05  # usual relative error of a step that the model describes well
+_SPEED = 0.01  # by so much the machine becomes faster or slower from one step to the next
 _WALK = 1e-4  # share of the first uncertainty that comes back per step
 _CLIP = 3.0
 _ERROR_MIN, _ERROR_MAX = 0.02, 0.5  # bounds of the typical relative error
@@ -37,22 +44,20 @@ class StepCost:
         if len(given) != len(FEATURES) or not all(0 <= value < float("inf") for value in given):
             raise ValueError(f"coefficients must be {len(FEATURES)} non-negative numbers, not {given}")
         self.coefficients: tuple[float, ...] = given
-        scaled = [value * unit for value, unit in zip(given, _UNITS, strict=True)]
-        floor = 0.05 * sum(scaled) + 1e4
-        self._first = [(0.5 * value + floor) ** 2 for value in scaled]
+        self._first = _uncertainty(given)
         self._covariance = [[v if i == j else 0.0 for j in range(len(given))] for i, v in enumerate(self._first)]
         self._error = 0.3  # typical relative error so far
 
     @staticmethod
     def features(slices: Iterable[Slice]) -> Features:
-        """What the model sees of a step: one number per name in FEATURES."""
-        new = attended = sequences = sampled = 0
+        """What the model sees of a step: one number per name in FEATURES. All but the first add up over its slices."""
+        new = attended = sequences = context = 0
         for part in slices:
             new += part.count
             attended += attended_tokens(part.start, part.count)
             sequences += 1
-            sampled += part.sample
-        return (1, new, attended, sequences, sampled)
+            context += part.start + part.count
+        return (1, new, attended, sequences, context)
 
     def predict(self, features: Features) -> int:
         """Nanoseconds."""
@@ -73,17 +78,28 @@ class StepCost:
         self._error = min(_ERROR_MAX, max(_ERROR_MIN, usual))
 
         x = [value * scale / unit for value, unit in zip(features, _UNITS, strict=True)]
-        rows = self._covariance
-        px = [sum([p * v for p, v in zip(row, x, strict=True)]) for row in rows]
+        px = [sum([p * v for p, v in zip(row, x, strict=True)]) for row in self._covariance]
         gain = 1.0 / (sum([p * v for p, v in zip(px, x, strict=True)]) + _NOISE * _NOISE / weight)
         step = error * gain
         self.coefficients = tuple(
             [max(0.0, c + step * p / unit) for c, p, unit in zip(self.coefficients, px, _UNITS, strict=True)]
         )
-        for i, (row, p) in enumerate(zip(rows, px, strict=True)):
-            shrink = p * gain
-            row[:] = [value - shrink * other for value, other in zip(row, px, strict=True)]
-            row[i] = min(self._first[i], max(row[i], 0.0) + _WALK * self._first[i])
+        self._less_certain(px, gain)
+
+    def _less_certain(self, px: list[float], gain: float) -> None:
+        """The covariance after the step that told (px, gain), and after what may have changed until the next."""
+        rows, first = self._covariance, self._first
+        speed = [_SPEED * c * unit for c, unit in zip(self.coefficients, _UNITS, strict=True)]
+        for i, (row, p, s) in enumerate(zip(rows, px, speed, strict=True)):
+            told = p * gain
+            row[:] = [v - told * other + s * fast for v, other, fast in zip(row, px, speed, strict=True)]
+            row[i] = max(row[i], 0.0) + _WALK * first[i]
+        for i, most in enumerate(first):
+            if rows[i][i] > most:  # less of this coefficient in row and column: what is left is a covariance still
+                shrink = sqrt(most / rows[i][i])
+                rows[i] = [value * shrink for value in rows[i]]
+                for row in rows:
+                    row[i] *= shrink
 
 
 def attended_tokens(start: int, count: int) -> int:
@@ -94,17 +110,36 @@ def attended_tokens(start: int, count: int) -> int:
 def fit(samples: Sequence[tuple[Features, int]]) -> tuple[float, ...]:
     """Coefficients for a start-up sweep: least relative squares, non-negative, by coordinate descent.
 
-    `samples`: (features, measured ns). Where the sweep says nothing about a feature, its default stays.
+    `samples`: (features, measured ns). Errors beyond a usual one count less, as in `StepCost.update`, and what the
+    sweep does not tell stays as the defaults have it, for a machine as much faster or slower as the median sample says.
     """
     rows = [[value / ns for value in features] for features, ns in samples if ns > 0]
-    result = list(DEFAULT_COEFFICIENTS)
-    left = [1.0 - sum([c * v for c, v in zip(result, row, strict=True)]) for row in rows]
-    for _ in range(200):
-        for i in range(len(result)):
-            square = sum([row[i] * row[i] for row in rows])
-            if square == 0.0:
-                continue
-            better = max(0.0, result[i] + sum([e * row[i] for e, row in zip(left, rows, strict=True)]) / square)
-            left = [e - (better - result[i]) * row[i] for e, row in zip(left, rows, strict=True)]
-            result[i] = better
+    if not rows:
+        return DEFAULT_COEFFICIENTS
+    slower = sorted([1.0 / _dot(DEFAULT_COEFFICIENTS, row) for row in rows])[len(rows) // 2]
+    prior = [slower * value for value in DEFAULT_COEFFICIENTS]
+    holds = [_NOISE**2 / variance * unit * unit for variance, unit in zip(_uncertainty(prior), _UNITS, strict=True)]
+    result = list(prior)
+    for _ in range(10):
+        left = [1.0 - _dot(result, row) for row in rows]
+        weights = [min(1.0, 2 * _NOISE / max(abs(error), 1e-9)) for error in left]
+        for _ in range(40):
+            for i in range(len(result)):
+                gradient = sum([w * e * row[i] for w, e, row in zip(weights, left, rows, strict=True)])
+                gradient += holds[i] * (prior[i] - result[i])
+                square = sum([w * row[i] * row[i] for w, row in zip(weights, rows, strict=True)]) + holds[i]
+                better = max(0.0, result[i] + gradient / square)
+                left = [e - (better - result[i]) * row[i] for e, row in zip(left, rows, strict=True)]
+                result[i] = better
     return tuple(result)
+
+
+def _dot(coefficients: Sequence[float], row: Sequence[float]) -> float:
+    return sum([c * v for c, v in zip(coefficients, row, strict=True)])
+
+
+def _uncertainty(coefficients: Sequence[float]) -> list[float]:
+    """Variance of each coefficient, times its unit, before a step was measured."""
+    scaled = [value * unit for value, unit in zip(coefficients, _UNITS, strict=True)]
+    floor = 0.05 * sum(scaled) + 1e4
+    return [(0.5 * value + floor) ** 2 for value in scaled]

@@ -11,32 +11,50 @@ from shoal.core.plan import Admit, Slice, StepPlan
 from shoal.core.request import Sampling
 from shoal.engine.config import EngineConfig
 
-_PROMPTS = ((1, 16), (1, 128), (4, 16), (1, 256), (16, 64))  # requests, tokens of each
-_DECODES = 4  # steps of one token each that follow
+# Requests, tokens that each has already, tokens that it lacks. Between them they tell the features of stepcost apart:
+# few and many rows in chunks and in decodes, little and much to attend to, in one context and in many. The first must
+# be short on any machine, and what matters most comes early, since a slow one does not come to the end.
+_GROUPS = (
+    (1, 0, 16),
+    (16, 0, 16),
+    (1, 0, 128),
+    (1, 0, 512),
+    (16, 232, 16),
+    (64, 0, 8),
+    (1, 512, 512),
+    (64, 40, 8),
+    (1, 0, 512),
+)
+_DECODES = 3  # steps of one token each that follow
 _GREEDY = Sampling(temperature=0)
 
 
-def growing_steps(num_blocks: int, block_tokens: int, vocab_size: int, max_model_len: int) -> Iterator[StepPlan]:
-    """Prompts of several sizes and decodes behind them, each request in its own blocks, as far as the pool reaches."""
-    step, next_block = 0, 0
-    for num_requests, count in _PROMPTS:
-        per_request = -(-(count + _DECODES) // block_tokens)
-        if next_block + num_requests * per_request > num_blocks or count + _DECODES > max_model_len:
-            return
-        admits, prompts = [], []
+def sweep(num_blocks: int, block_tokens: int, vocab_size: int, max_model_len: int) -> Iterator[StepPlan]:
+    """A group's missing tokens in one step, then decodes of all its requests; groups that do not fit are left out.
+
+    Requests of a group have blocks of their own, those of different groups the same ones.
+    """
+    step = 0
+    leaves: list[str] = []
+    for number, (num_requests, start, count) in enumerate(_GROUPS):
+        known = start + count
+        per_request = -(-(known + _DECODES) // block_tokens)
+        if num_requests * per_request > num_blocks or known + _DECODES > max_model_len:
+            continue
+        admits, chunks = [], []
         for index in range(num_requests):
-            blocks = tuple(range(next_block, next_block + per_request))
-            next_block += per_request
-            name = f"warm-up {step} {index}"
-            tokens = tuple((7 * position + index) % vocab_size for position in range(count))
-            admits.append(Admit(name, tokens, count, 0, blocks, _GREEDY, 0, 0, ()))
-            prompts.append(Slice(name, 0, count, (), -1, True))
+            blocks = tuple(range(index * per_request, (index + 1) * per_request))
+            name = f"warm-up {number} {index}"
+            tokens = tuple((7 * position + index) % vocab_size for position in range(known))
+            admits.append(Admit(name, tokens, known, start, blocks, _GREEDY, 0, 0, ()))
+            chunks.append(Slice(name, start, count, (), -1, True))
         step += 1
-        yield StepPlan(step, [], admits, prompts, num_requests * count, 0)
+        yield StepPlan(step, leaves, admits, chunks, num_requests * count, 0)
         for ahead in range(_DECODES):
             step += 1
-            decodes = [Slice(part.id, count + ahead, 1, (), step - 1, True) for part in prompts]
+            decodes = [Slice(part.id, known + ahead, 1, (), step - 1, True) for part in chunks]
             yield StepPlan(step, [], [], decodes, num_requests, 0)
+        leaves = [part.id for part in chunks]
 
 
 def largest_step(config: EngineConfig, max_model_len: int) -> StepPlan:
