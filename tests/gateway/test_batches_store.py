@@ -223,6 +223,17 @@ def test_a_folder_that_others_look_into_is_not_used(tmp_path: Path) -> None:
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
+async def test_a_folder_that_cannot_be_is_trouble_only_for_who_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    archive = Archive(tmp_path / "file" / "batches")
+    assert not archive.exists
+    with pytest.raises(OSError):
+        await archive.new_file()
+    with pytest.raises(OSError):
+        await archive.do(Store.file_ids)
+    await archive.close()
+
+
 async def test_bytes_that_no_row_names_are_swept_when_their_writer_is_long_gone(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "batches")
     kept, dead, live = [await archive.new_file() for _ in range(3)]

@@ -39,13 +39,13 @@ class Archive:
         self._files = folder / "files"
         self._store: Store | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        if folder.exists() and folder.stat().st_mode & 0o077:
+        if (_mode(folder) or 0) & 0o077:
             raise ValueError(f"batch_dir {folder} is open to other users: make it private (chmod 700)")
 
     @property
     def exists(self) -> bool:
         """Something was uploaded once."""
-        return self._store is not None or self._database.exists()
+        return self._store is not None or _mode(self._database) is not None
 
     async def do(self, method: Callable[Concatenate[Store, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a method of the store on its thread. It is done, also where the caller is cancelled meanwhile."""
@@ -93,6 +93,14 @@ class Archive:
             with contextlib.suppress(FileNotFoundError):  # another gateway was quicker
                 if path.name not in named and path.stat().st_mtime < time.time() - ABANDONED_S:
                     path.unlink()
+
+
+def _mode(path: Path) -> int | None:
+    """None where there is nothing, or nothing that we may see: who needs it will say so."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return None
 
 
 class NewFile:

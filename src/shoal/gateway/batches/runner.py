@@ -47,15 +47,18 @@ class Runner:
         self._news.set()
 
     async def run(self) -> None:
+        failures = 0
         try:
             while not self._stopped:
                 try:
                     if self._archive.exists:
                         await self._turn()
+                    failures = 0
                 except Exception:  # a full disk, or a fault of ours: neither may take the gateway along
                     log.exception("batches.turn_failed")
+                    failures += 1
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TURN_S):
+                    async with asyncio.timeout(pause_s(failures, TURN_S) if failures else TURN_S):
                         await self._news.wait()
                 self._news.clear()
         finally:
