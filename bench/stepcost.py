@@ -32,10 +32,10 @@ from shoal.workload.trace import Row, Trace
 
 PROMPTS = LongTail(128, 0.9, 1400)
 LOADS = (  # callers, lengths, requests
-    (16, Mix(PROMPTS, Uniform(32, 0.5)), 24),
-    (2, Mix(Uniform(500, 0.95), Uniform(1)), 12),
-    (64, Mix(Uniform(64, 0.5), Uniform(16, 0.5)), 80),
-    (4, Mix(PROMPTS, Uniform(32, 0.5)), 8),
+    (16, Mix(PROMPTS, Uniform(16, 0.5)), 60),
+    (1, Mix(Uniform(700, 0.97), Uniform(1)), 20),
+    (64, Mix(Uniform(64, 0.5), Uniform(16, 0.5)), 128),
+    (4, Mix(PROMPTS, Uniform(24, 0.5)), 20),
     (1, Mix(PROMPTS, Uniform(16, 0.5)), 2),
 )
 FIRST = 200  # steps that are shown by themselves too
@@ -66,7 +66,7 @@ class Learning(Engine):
 def main() -> None:
     report = Report("stepcost", arguments(__doc__.splitlines()[0]).parse_args())
     engine = Learning(max_num_seqs=64)
-    for seed in range(4 if report.quick else 12):
+    for seed in range(3 if report.quick else 10):
         for callers, mix, count in LOADS:
             engine.serve(trace.make(ClosedLoop(callers), mix, count, seed), seed=seed, on_turn=engine.watch)
     show(report, engine)
