@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from shoal import config as configuration
 from shoal import models
-from shoal.core.classes import STANDARD
+from shoal.core.classes import STANDARD, ServiceClass
 from shoal.engine.loop import StepLoop, Turn
 from shoal.gateway import choices
 from shoal.gateway import params as checked
@@ -51,6 +51,8 @@ SILENCE_S = 300.0  # an engine that says nothing for so long, with requests in i
 POLL_S = 0.05  # between two looks at a source that has nothing yet
 CLOSE_S = 10.0
 _SESSION = 0
+# Who calls waits for all of it: no request is more urgent than another, and none is refused for how long it may wait.
+_CLASSES = {STANDARD: ServiceClass(rank=0, max_wait_s=1e6, max_queue=1 << 20)}
 
 Inbox = queue.SimpleQueue[Update | Refusing]
 
@@ -67,7 +69,7 @@ class LLM:
         self._template = ChatTemplate.load(folder)
         self._numbers = itertools.count()
         self._inboxes: dict[str, Inbox] = {}  # by a request's id, while it lives
-        self._max_live = min(2 * config.engine.max_num_seqs, config.classes[STANDARD].max_queue)
+        self._max_live = 2 * config.engine.max_num_seqs
         loaded: Future[tuple[StepLoop, int]] = Future()
         self._thread = threading.Thread(target=self._run, args=(folder, config, loaded), name="steps", daemon=True)
         self._thread.start()
@@ -149,7 +151,7 @@ class LLM:
         try:
             from shoal.engine.main import build
 
-            parts = build(folder, config.engine, config.model.public_name, config.classes)
+            parts = build(folder, config.engine, config.model.public_name, _CLASSES)
             steps = StepLoop(
                 parts.scheduler,
                 parts.runner,
