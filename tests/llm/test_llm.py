@@ -51,10 +51,10 @@ def test_streamed_deltas_join_to_the_whole_answer(llm, prompt):
 
 
 def test_more_may_be_asked_at_once_than_a_service_could_promise_to_begin_soon(folder):
-    """A pool of ten blocks, and requests of nine each: all but one wait."""
-    with LLM(str(folder), dtype="float32", threads=1, kv_cache_bytes=10 * 8192) as small:
-        outputs = small.generate([[5, 6, 7] * 5] * 40, SamplingParams(max_tokens=120, ignore_eos=True))
-    assert [len(output.choices[0].token_ids) for output in outputs] == [120] * 40
+    """A pool of five blocks, and requests of five each: all but one wait."""
+    with LLM(str(folder), dtype="float32", threads=1, kv_cache_bytes=5 * 8192) as small:
+        outputs = small.generate([[5, 6, 7] * 5] * 40, SamplingParams(max_tokens=60, ignore_eos=True))
+    assert [len(output.choices[0].token_ids) for output in outputs] == [60] * 40
 
 
 def test_token_ids_are_a_prompt_too(llm):
