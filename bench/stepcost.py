@@ -42,7 +42,7 @@ FIRST = 200  # steps that are shown by themselves too
 KINDS = ("decode", "mixed", "prefill")
 MEDIAN_PERCENT, P90_PERCENT = 10.0, 25.0
 HOUR_NS = 3600 * 10**9
-CONSTANT_SEQS, LONG_PROMPT = 16, 1500
+CONSTANT_SEQS, CONSTANT_ROUNDS, LONG_PROMPT = 16, 3, 1500
 UNCUT = {"max_step_ns": 10**12, "max_prefill_chunk": 0}
 
 
@@ -98,14 +98,15 @@ def hour(report: Report, engine: Learning, num_prompts: int) -> None:
     load = Trace((Row(0, 128, 96),) * CONSTANT_SEQS, CONSTANT_SEQS)
     steps = [
         (engine.learner.features(step.slices), step.busy_ns)
-        for step in engine.serve(load, seed=1).steps
+        for seed in range(CONSTANT_ROUNDS)
+        for step in engine.serve(load, seed=seed).steps
         if len(step.slices) == CONSTANT_SEQS and all(part.count == 1 for part in step.slices)
     ]
     num_updates = HOUR_NS // int(median(busy_ns for _, busy_ns in steps))
     for features, busy_ns in islice(cycle(steps), num_updates):
         engine.learner.update(features, busy_ns)
 
-    engine.steps.clear()
+    engine.steps.clear()  # these are shown already
     prompts = Trace((Row(0, LONG_PROMPT, 1),) * num_prompts, 1)
     engine.serve(prompts, seed=2, on_turn=engine.watch, **UNCUT)
     assert len(engine.steps) == num_prompts, "a prompt was cut"

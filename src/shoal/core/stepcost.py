@@ -28,9 +28,9 @@ FEATURES: tuple[str, ...] = ("steps", "new_tokens", "attended_tokens", "sequence
 DEFAULT_COEFFICIENTS = (1e7, 1.5e5, 100.0, 3e4, 1.3e3)
 
 _UNITS = (1.0, 100.0, 50_000.0, 32.0, 5000.0)  # a usual amount of each feature: brings the filter's numbers to one size
-_NOISE = 0.05  # usual relative error of a step that the model describes well
-_SPEED = 0.01  # by so much the machine becomes faster or slower from one step to the next
-_WALK = 1e-4  # share of the first uncertainty that comes back per step
+_NOISE = 0.07  # usual relative error of a step that the model describes well
+_SPEED = 0.04  # by so much the machine becomes faster or slower from one step to the next
+_WALK = 1e-5  # share of the first uncertainty that comes back per step; with 1e-4 an hour of like steps did harm
 _CLIP = 3.0
 _ERROR_MIN, _ERROR_MAX = 0.02, 0.5  # bounds of the typical relative error
 
