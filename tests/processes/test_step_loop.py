@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.core.plan import Copied, KvOp, StepPlan, StepResult
+from shoal.core.plan import Copied, Event, KvOp, StepPlan, StepResult
 from shoal.core.request import Finish, Refusal, RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
@@ -347,16 +348,25 @@ def test_steps_go_on_beside_a_copy_and_a_parked_stream_comes_back_with_nothing_l
         assert len([wait for turn in driver.turns for wait in turn.waits]) == 3  # two began, one resumed
 
 
-def test_a_step_that_only_starts_copies_is_no_step_of_the_metrics() -> None:
+def test_a_step_that_only_starts_copies_took_no_time_and_is_no_step_of_the_metrics() -> None:
     with parking() as (driver, gate, copier):
+        results, apply = list[StepResult](), driver.scheduler.apply
+
+        def watched(result: StepResult, now_ns: int) -> list[Event]:
+            results.append(result)
+            return apply(result, now_ns)
+
+        driver.scheduler.apply = watched  # type: ignore[method-assign]
+        driver.steps._clock = itertools.count(step=1000).__next__
         parked(driver, gate)
         copier.finish(1)
         copier.finish(2)
         wait_until(lambda: "low" in driver.endings())
         steps = [turn.step for turn in driver.turns if turn.step is not None]
-        assert all(step.num_tokens > 0 for step in steps)
-        assert len(steps) == 32  # tokens: one a step
+        assert len(steps) == 32 and all(step.num_tokens > 0 and step.busy_ns > 0 for step in steps)
         assert driver.turns[-1].view.step == 33
+        (empty,) = [result for result in results if not result.tokens]
+        assert (empty.busy_ns, empty.latency_ns) == (0, 0)
 
 
 def test_while_only_a_copy_is_under_way_the_loop_takes_work_but_a_copy_that_hangs_is_noticed() -> None:

@@ -187,11 +187,7 @@ def test_a_real_loop_that_parks_is_replayed_and_simulated_exactly(
     )
     seen = kinds(path)
     assert seen["parked"] > 5 and seen["resumed"] > 5
-    records = [record for _, record in journal.read(path)]
-    assert sum(isinstance(record, CopiesDone) for record in records) > 10
-    empty = {each.plan.step for each in records if isinstance(each, Planned) and each.plan and not each.plan.slices}
-    results = [each.result for each in records if isinstance(each, Applied) and each.result.step in empty]
-    assert results and all(result.busy_ns == result.latency_ns == 0 for result in results)
+    assert sum(isinstance(record, CopiesDone) for _, record in journal.read(path)) > 10
     assert replay(path) == sum(1 for _ in journal.read(path))
     assert agree(path) > 200
 
