@@ -66,7 +66,7 @@ class Learning(Engine):
 def main() -> None:
     report = Report("stepcost", arguments(__doc__.splitlines()[0]).parse_args())
     engine = Learning(max_num_seqs=64)
-    for seed in range(3 if report.quick else 10):
+    for seed in range(2 if report.quick else 10):
         for callers, mix, count in LOADS:
             engine.serve(trace.make(ClosedLoop(callers), mix, count, seed), seed=seed, on_turn=engine.watch)
     show(report, engine)

@@ -117,6 +117,14 @@ def test_where_all_are_cut_all_of_the_rest_is_predicted() -> None:
         assert ask(found, generated, 128 - generated) >= 0.95 * (128 - generated)
 
 
+def test_a_cut_answer_counts_where_others_ended_too() -> None:
+    """95 and 108 tokens are in one bucket: half of those that came to it passed it."""
+    found = Lengths()
+    for number in range(400):
+        found.ended("standard", "a", (95, 108)[number % 2], by_limit=number % 2 == 1)
+    assert ask(found, 92, 60) == pytest.approx(0.5 * 8 + 0.5 * 55, rel=0.2)
+
+
 def test_an_abort_before_the_first_token_says_nothing() -> None:
     found = Lengths()
     before = ask(found, 0)
@@ -211,6 +219,18 @@ def test_a_flood_of_tenants_is_bounded_and_spares_who_keeps_coming() -> None:
     assert ("standard", "flood 0") not in found._tenants
     assert ask(found, 0, tenant="regular") < 100
     assert ask(found, 0, tenant="flood 1") > 1000
+
+
+def test_who_is_forgotten_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's turn comes when it is forgotten already."""
+    monkeypatch.setattr(lengths, "MOST_TENANTS", 20)
+    found = Lengths()
+    for wave in range(5):
+        for _ in range(FEW + 2):
+            for number in range(20):
+                tell(found, [50], f"t{wave} {number}")
+    assert len(found._tenants) == 20
+    assert set(found._due) <= set(found._tenants)
 
 
 def test_what_endings_cost_is_bounded_and_every_table_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
