@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from shoal.core.plan import Admit, Logprobs, Slice, StepPlan, StepResult
+from shoal.core.plan import Admit, Copied, KvOp, Logprobs, Slice, StepPlan, StepResult
 
 
 class Known:
@@ -41,6 +41,9 @@ class BlockRunner:
         self.known: dict[str, Known] = {}
         self.slots: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (name, step that wrote it)
         self.flights: deque[tuple[StepResult, set[int]]] = deque()  # with the blocks that the step names
+        self.written: dict[int, int] = {}  # block -> newest step that wrote to it
+        self.copies: deque[KvOp] = deque()
+        self.host: dict[tuple[int, int], tuple[int, int]] = {}  # as slots
         self.returned = 0
 
     def launch(self, plan: StepPlan) -> None:
@@ -50,7 +53,10 @@ class BlockRunner:
             self._admit(admit)
         result, named = StepResult(plan.step, []), set()
         assert len({part.id for part in plan.slices}) == len(plan.slices), "a request is in the step twice"
-        assert plan.num_tokens == sum(part.count for part in plan.slices) > 0
+        assert plan.num_tokens == sum(part.count for part in plan.slices)
+        assert plan.num_tokens or plan.ops, "a plan of nothing"
+        for op in plan.ops:
+            self._start(op)
         for part in plan.slices:
             self._compute(part, plan.step, result)
             named.update(self.known[part.id].table)
@@ -61,11 +67,41 @@ class BlockRunner:
         self.returned = result.step
         return result
 
+    def _start(self, op: KvOp) -> None:
+        """A copy begins. Until it is done, nobody may touch the blocks that it names, on either side."""
+        assert op.device_blocks and len(op.device_blocks) == len(op.host_blocks), f"{op}"
+        for block in op.device_blocks:
+            if op.out:  # others may read what they share with it
+                assert self.written[block] <= self.returned, f"block {block} of {op} is written by a step in flight"
+            else:
+                assert not any(block in named for _, named in self.flights), f"block {block} of {op} is in flight"
+                assert not self._copying(block), f"block {block} is copied twice at once"
+        for other in self.copies:
+            assert not set(op.host_blocks) & set(other.host_blocks), f"{op} and {other} share host blocks"
+        self.copies.append(op)
+
+    def copy(self) -> Copied:
+        """The oldest copy is done."""
+        op = self.copies.popleft()
+        source, target = (self.slots, self.host) if op.out else (self.host, self.slots)
+        pairs = zip(op.device_blocks, op.host_blocks, strict=True)
+        for here, there in [(d, h) if op.out else (h, d) for d, h in pairs]:
+            for offset in range(self.size):
+                target.pop((there, offset), None)
+                if (here, offset) in source:
+                    target[there, offset] = source[here, offset][0], 0
+            if not op.out:
+                self.written[there] = 0
+        return Copied(op.number, 1000)
+
+    def _copying(self, block: int) -> bool:
+        return any(block in op.device_blocks for op in self.copies)
+
     def _admit(self, admit: Admit) -> None:
         assert admit.id not in self.known, f"{admit.id} is admitted twice"
-        assert admit.computed % self.size == 0 and admit.computed < len(admit.tokens)
+        assert admit.computed < len(admit.tokens)
         known = self.known[admit.id] = Known(admit, self.scope(admit.id))
-        num_hit = admit.computed // self.size
+        num_hit = -(-admit.computed // self.size)
         known.table += admit.blocks[:num_hit]
         for position in range(admit.computed):
             name, step = self.slots[known.table[position // self.size], position % self.size]
@@ -76,6 +112,7 @@ class BlockRunner:
     def _append(self, id: str, blocks: tuple[int, ...]) -> None:
         for block in blocks:
             assert not any(block in named for _, named in self.flights), f"{id}: block {block} is still in flight"
+            assert not self._copying(block), f"{id}: block {block} is being copied"
             for offset in range(self.size):
                 self.slots.pop((block, offset), None)
         self.known[id].table += blocks
@@ -91,7 +128,9 @@ class BlockRunner:
             name, _ = self.slots[known.table[position // self.size], position % self.size]
             assert name == known.names[position + 1], f"{part.id}: position {position} holds another prefix"
         for position in range(part.start, end):
-            self.slots[known.table[position // self.size], position % self.size] = known.names[position + 1], step
+            block = known.table[position // self.size]
+            self.slots[block, position % self.size] = known.names[position + 1], step
+            self.written[block] = step
         if known.scores and part.start < known.num_prompt:
             scored = range(max(part.start, 1), min(end, known.num_prompt))
             result.prompt_logprobs[part.id] = [Logprobs(-float(known.tokens[place]), ()) for place in scored]

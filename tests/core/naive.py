@@ -74,6 +74,8 @@ def random_specs(chance: random.Random, number: int) -> list[RequestSpec]:
     if chance.random() < 0.2 and max_tokens:
         output = tuple(5 + chance.randrange(8) for _ in range(chance.randrange(max_tokens + 1)))
     first = f"r{number}.0"
+    service_class = chance.choice(("standard", "standard", "interactive", "batch"))
+    tenant = chance.choice(("", "acme", "zenith"))
     return [
         RequestSpec(
             id=f"r{number}.{choice}",
@@ -83,6 +85,8 @@ def random_specs(chance: random.Random, number: int) -> list[RequestSpec]:
             min_tokens=chance.choice((0, 0, 4)),
             stop_token_ids=chance.choice(((), (), STOP)),
             priority=chance.choice((0, 0, 0, 1, 7)),
+            service_class=service_class,
+            tenant=tenant,
             choice=choice,
             leader=first if choice else None,
             salt=chance.choice(("", "", "acme")) if not choice else "",

@@ -5,30 +5,44 @@ from __future__ import annotations
 import pytest
 
 from shoal.core import victims
+from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.compose import Room, split
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.plan import Slice
 from shoal.core.request import Request, RequestSpec
 from shoal.core.stepcost import StepCost
-from shoal.core.waiting import WaitingLine
+from shoal.core.waiting import FirstComeLine
 
 PER_TOKEN = StepCost((0, 1e6, 0, 0, 0))  # 1 ms a token
 
 
 def request(id: str, arrival: int, priority: int = 0, prompt: int = 4, blocks: int = 2, scheduled: int = 4) -> Request:
-    made = Request(RequestSpec(id=id, prompt=(1,) * prompt, max_tokens=9, priority=priority), arrival, Chain(b""), None)
+    made = Request(
+        RequestSpec(id=id, prompt=(1,) * prompt, max_tokens=9, priority=priority),
+        arrival,
+        Chain(b""),
+        None,
+        DEFAULT_CLASSES["standard"],
+    )
     made.blocks = list(range(arrival * 100, arrival * 100 + blocks))
     made.scheduled = scheduled
     return made
 
 
+def left(request: Request) -> int:
+    """All have as much to come."""
+    return 100
+
+
 def limits(**more: int) -> Limits:
-    return Limits(num_blocks=100, max_model_len=1000, vocab_size=10, **({"max_step_ns": 10**10} | more))
+    return Limits(
+        num_blocks=100, max_model_len=1000, vocab_size=10, **({"max_step_ns": 10**10, "composer": "fcfs"} | more)
+    )
 
 
 def test_the_line_is_priority_then_arrival_and_may_lose_whom_it_just_showed() -> None:
-    line = WaitingLine()
+    line = FirstComeLine()
     for each in (request("a", 3), request("b", 1, 2), request("c", 2), request("d", 4, -1)):
         line.add(each)
     assert [each.id for each in line] == ["d", "c", "a", "b"] and line.num_tokens == 16
@@ -54,7 +68,7 @@ def test_for_growth_the_last_arrival_of_the_lowest_priority_goes_first(
     growing: list[str], num_blocks: int, chosen: list[str]
 ) -> None:
     running = {each.id: each for each in (request("lo", 0, 7), request("a", 1), request("b", 2), request("c", 3))}
-    found = victims.for_growth([running[id] for id in growing], running.values(), num_blocks, len)
+    found = victims.for_growth([running[id] for id in growing], running.values(), num_blocks, len, left)
     assert [each.id for each in found] == chosen
 
 
@@ -62,7 +76,7 @@ def test_for_growth_the_first_in_order_and_those_at_their_end_stay() -> None:
     first, second, ending = request("a", 1), request("b", 2), request("c", 3, scheduled=12)
     assert ending.scheduled == ending.final
     running = [first, second, ending]
-    assert victims.for_growth(running, running, 0, lambda table: 0) == [second]
+    assert victims.for_growth(running, running, 0, lambda table: 0, left) == [second]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,7 @@ def test_for_urgent_only_less_urgent_ones_go_and_only_if_that_is_enough(
     num_slots: int, num_blocks: int, chosen: list[str]
 ) -> None:
     running = [request("a", 1, 5), request("b", 2, 5), request("c", 3, 1)]
-    found = victims.for_urgent(request("h", 4, 1), running, num_slots, num_blocks, len)
+    found = victims.for_urgent(request("h", 4, 1), running, num_slots, num_blocks, len, left)
     assert [each.id for each in found] == chosen
 
 
@@ -96,9 +110,11 @@ def test_split() -> None:
 def test_room_counts_what_the_cost_model_sees() -> None:
     room = Room(limits(max_prefill_chunk=512), PER_TOKEN)
     decodes = [request("a", 1, prompt=10), request("b", 2, prompt=20)]
-    room.take_decodes(decodes)
-    assert room.take_chunk(5, 7, True) == 7
-    assert room.take_chunk(0, 600, True) == 512, "the chunk's cap, so nothing is sampled"
+    room.add(decodes)
+    assert room.chunk(5, 7, room.max_ns) == 7
+    room.add_chunk(5, 7)
+    assert room.chunk(0, 600, room.max_ns) == 512, "the chunk's cap, so nothing is sampled"
+    room.add_chunk(0, 512)
     slices = [Slice("a", 9, 1, (), -1, True), Slice("b", 19, 1, (), -1, True), Slice("c", 5, 7, (), -1, True)]
     assert room.features == StepCost.features([*slices, Slice("d", 0, 512, (), -1, False)])
 
@@ -117,9 +133,9 @@ def test_room_counts_what_the_cost_model_sees() -> None:
 )
 def test_a_chunk_is_cut_to_budget_cap_and_time(more: dict[str, int], need: int, granted: int) -> None:
     room = Room(limits(**more), PER_TOKEN)
-    room.take_decodes([request("a", 1), request("b", 2)])
-    assert room.take_chunk(0, need, True) == granted
-    assert room.num_tokens == 2 + granted
+    room.add([request("a", 1), request("b", 2)])
+    assert room.chunk(0, need, room.max_ns) == granted
+    assert room.num_tokens == 2
 
 
 def test_the_largest_chunk_that_fits_is_found() -> None:
@@ -127,7 +143,7 @@ def test_the_largest_chunk_that_fits_is_found() -> None:
     for start in (0, 17, 900):
         for need in (1, 40, 511):
             room = Room(limits(max_step_ns=20_000_000), cost)
-            granted = room.take_chunk(start, need, True)
+            granted = room.chunk(start, need, room.max_ns)
             fits = [n for n in range(1, need + 1) if cost.predict(_one(start, n, n == need)) <= 20_000_000]
             assert granted == max(fits, default=1)
 
@@ -139,18 +155,19 @@ def _one(start: int, count: int, sample: bool) -> tuple[int, ...]:
 @pytest.mark.parametrize(("max_step_ns", "fit"), [(10_000_000, 4), (3_000_000, 3), (500_000, 1)])
 def test_how_many_decodes_fit(max_step_ns: int, fit: int) -> None:
     room = Room(limits(max_step_ns=max_step_ns), PER_TOKEN)
-    assert room.fit([request(id, 1) for id in "abcd"]) == fit
-    assert room.fit([]) == 0
+    assert room.fit([request(id, 1) for id in "abcd"], room.max_ns) == fit
+    assert room.fit([], room.max_ns) == 0
 
 
 def test_where_one_token_takes_longer_than_the_limit_a_step_may_take_a_quarter_more() -> None:
     slow = StepCost((600e6, 0, 0, 10e6, 0))  # 600 ms whatever the step does, and 10 ms a request
     room = Room(limits(max_step_ns=500_000_000), slow)
-    assert room.fit([request(str(number), number) for number in range(30)]) == 16
+    assert room.fit([request(str(number), number) for number in range(30)], room.max_ns) == 16
 
 
 def test_the_first_slice_gets_one_token_whatever_that_takes() -> None:
     far = StepCost((0, 0, 1e6, 0, 0))  # 1 ms for each token attended to
     room = Room(limits(max_step_ns=1_000_000), far)
-    assert room.take_chunk(1000, 5, True) == 1
-    assert room.take_chunk(0, 5, True) == 0
+    assert room.chunk(1000, 5, room.max_ns) == 1
+    room.add_chunk(1000, 1)
+    assert room.chunk(0, 5, room.max_ns) == 0

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
+from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
 from shoal.core.plan import Accepted, Ended, Event, Logprobs, PromptScored, Refused, Token
@@ -23,15 +25,18 @@ from tests.core.naive import VOCAB, Client, random_specs, sample
 
 SEEDS = 40
 STEPS = 250  # x SEEDS = 10,000
-WORLDS = [("continuous", seed) for seed in (*range(SEEDS), 166)]  # 166: who was preempted would fit in again at once
-WORLDS += [("static", seed) for seed in range(SEEDS // 2)]
+Composer = Literal["value", "fcfs", "static"]
+WORLDS: list[tuple[Composer, int]] = [("value", seed) for seed in range(SEEDS)]
+WORLDS += [("fcfs", seed) for seed in range(SEEDS // 2)] + [("static", seed) for seed in range(SEEDS // 2)]
 
 
 class World:
     """One scheduler, its runner and its clients, driven at random."""
 
-    def __init__(self, seed: int, batching: Literal["continuous", "static"] = "continuous") -> None:
+    def __init__(self, seed: int, composer: Composer = "value") -> None:
         self.chance = chance = random.Random(seed)
+        max_wait_s = chance.choice((40.0, 1e6))
+        self.now_ns = 0
         self.limits = Limits(
             num_blocks=chance.choice((8, 11, 16, 40)),
             block_tokens=4,
@@ -40,11 +45,18 @@ class World:
             max_num_seqs=chance.choice((1, 3, 8)),
             max_num_batched_tokens=chance.choice((2, 9, 32, 200)),
             max_prefill_chunk=chance.choice((0, 5, 16)),
-            max_queue=20,
             max_step_ns=chance.choice((500, 12, 5)) * 1_000_000,
             prefix_caching=chance.random() < 0.8,
             max_steps_in_flight=chance.choice((1, 2, 3)),
-            batching=batching,
+            composer=composer,
+            classes={
+                name: replace(service, max_queue=20, max_wait_s=max_wait_s, ttft_ms=chance.choice((0.0, 50.0)))
+                for name, service in DEFAULT_CLASSES.items()
+            },
+            num_host_blocks=chance.choice((0, 5, 12, 60)),
+            block_bytes=4000,
+            copy_bytes_per_s=chance.choice((1e5, 1e7)),
+            preemption=chance.choice(("auto", "auto", "swap", "recompute")),
         )
         cost = StepCost((0, 1e6, 1e4, 0, 0))
         root = root_key("m", "float32", "1", 4)
@@ -59,7 +71,7 @@ class World:
 
     def submit(self) -> None:
         for spec in random_specs(self.chance, self.submitted):
-            answer = self.scheduler.submit(spec, 0)
+            answer = self.scheduler.submit(spec, self.now_ns)
             if isinstance(answer, Accepted):
                 self.clients[spec.id] = Client(spec)
             else:
@@ -71,13 +83,14 @@ class World:
         if ids:
             id = self.chance.choice(ids[-8:])
             ended = self.clients[id].ended
-            events = self.scheduler.abort(id, 0)
+            events = self.scheduler.abort(id, self.now_ns)
             assert len(events) == (ended is None)
             self.hear(events)
 
     def plan(self) -> bool:
         before = self.scheduler.view().preemptions
-        plan = self.scheduler.plan(0)
+        self.now_ns += self.chance.choice((0, 1, 10, 10, 3000)) * 1_000_000
+        plan = self.scheduler.plan(self.now_ns)
         if plan is not None:
             again = {admit.id for admit in plan.admits} & set(plan.leaves)
             assert not again or before == self.scheduler.view().preemptions, f"{again} leave and enter in one step"
@@ -86,30 +99,37 @@ class World:
 
     def apply(self) -> None:
         if self.runner.flights:
-            self.hear(self.scheduler.apply(self.runner.collect(), 0))
+            self.hear(self.scheduler.apply(self.runner.collect(), self.now_ns))
+
+    def copy(self) -> None:
+        if self.runner.copies:
+            self.hear(self.scheduler.copied([self.runner.copy()], self.now_ns))
 
     def drain(self) -> None:
         """Everything ends, in bounded time, and nothing is left behind."""
         for _ in range(20_000):
             planned = self.plan()
             self.scheduler.check()
-            if not planned and not self.runner.flights:
+            if not planned and not self.runner.flights and not self.runner.copies:
                 break
             if not planned or self.chance.random() < 0.5:
                 self.apply()
+            if not planned or self.chance.random() < 0.5:
+                self.copy()
         assert all(client.ended for client in self.clients.values())
         view = self.scheduler.view()
         assert view.num_running == view.num_waiting == view.waiting_tokens == self.scheduler.num_in_flight == 0
         assert view.free_blocks + view.cached_blocks == self.limits.num_blocks
+        assert view.free_host_blocks == self.limits.num_host_blocks
         delivered = sum(len(client.output) - len(client.spec.output) for client in self.clients.values())
         assert view.generation_tokens == delivered
         assert view.hash_collisions == 0
 
 
-@pytest.mark.parametrize(("batching", "seed"), WORLDS)
-def test_every_request_comes_to_what_it_must(batching: Literal["continuous", "static"], seed: int) -> None:
-    world = World(seed, batching)
-    turns = [world.plan] * 6 + [world.apply] * 5 + [world.submit] * 2 + [world.abort]
+@pytest.mark.parametrize(("composer", "seed"), WORLDS)
+def test_every_request_comes_to_what_it_must(composer: Composer, seed: int) -> None:
+    world = World(seed, composer)
+    turns = [world.plan] * 6 + [world.apply] * 5 + [world.copy] * 2 + [world.submit] * 2 + [world.abort]
     while world.scheduler.view().step < STEPS:
         world.chance.choice(turns)()
         world.scheduler.check()
@@ -123,7 +143,7 @@ def test_equal_inputs_print_equal_plans(seed: int) -> None:
         for turn in range(300):
             if turn % 3 == 0:
                 world.submit()
-            plan = world.scheduler.plan(0)
+            plan = world.scheduler.plan(turn * 5_000_000)
             lines.append(repr(plan))
             if plan is not None:
                 world.runner.launch(plan)
@@ -133,19 +153,24 @@ def test_equal_inputs_print_equal_plans(seed: int) -> None:
     assert story() == story()
 
 
-@pytest.mark.parametrize(("batching", "preemptions", "hits"), [("continuous", 40, 1000), ("static", 5, 500)])
-def test_the_worlds_are_rough_enough(batching: Literal["continuous", "static"], preemptions: int, hits: int) -> None:
+@pytest.mark.parametrize(
+    ("composer", "preemptions", "parks", "hits"),
+    [("value", 40, 20, 1000), ("fcfs", 20, 10, 1000), ("static", 5, 1, 500)],
+)
+def test_the_worlds_are_rough_enough(composer: Composer, preemptions: int, parks: int, hits: int) -> None:
     """What the property test is about does happen in it."""
     views = []
     for seed in range(12):
-        world = World(seed, batching)
+        world = World(seed, composer)
         for _ in range(150):
             world.submit()
             while world.plan():
                 pass
             world.apply()
+            world.copy()
         views.append(world.scheduler.view())
     assert sum(view.preemptions for view in views) > preemptions
+    assert sum(view.parks for view in views) > parks
     assert sum(view.prefix_hits for view in views) > hits
     assert sum(view.recomputed_tokens for view in views) > preemptions
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import chain, root_key, scope_key
 from shoal.core.limits import Limits
 from shoal.core.plan import Accepted, Ended, Event, Refused, StepResult, Token, View
@@ -265,11 +267,20 @@ def test_a_refusal_names_field_value_and_limit(
 
 
 def test_a_full_line_refuses_and_a_preempted_request_does_not_count_as_new() -> None:
-    scheduler = replica(max_queue=2, max_num_seqs=1)
+    classes = {name: replace(service, max_queue=2) for name, service in DEFAULT_CLASSES.items()}
+    scheduler = replica(classes=classes, max_num_seqs=1)
     assert isinstance(scheduler.submit(spec("a"), 0), Accepted)
     assert isinstance(scheduler.submit(spec("b"), 0), Accepted)
     answer = scheduler.submit(spec("c"), 0)
     assert isinstance(answer, Refused) and answer.reason is Refusal.QUEUE_FULL and "2" in answer.message
+    assert answer.retry_after_ms > 0
+    assert isinstance(scheduler.submit(replace(spec("d"), service_class="batch"), 0), Accepted), "a line of its own"
+
+
+def test_an_unknown_class_is_refused_by_name() -> None:
+    answer = replica().submit(replace(spec("a"), service_class="gold"), 0)
+    assert isinstance(answer, Refused) and answer.reason is Refusal.UNKNOWN_CLASS
+    assert answer.message == "service_class is 'gold'; there are batch, interactive, standard"
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "block_tokens", "max_num_seqs", "max_step_ns", "max_steps_in_flight"])
@@ -279,7 +290,7 @@ def test_limits_below_their_bounds_are_a_value_error(name: str) -> None:
 
 
 def test_an_illegal_transition_is_an_assertion() -> None:
-    request = Request(spec("a"), 1, None, None)  # type: ignore[arg-type]
+    request = Request(spec("a"), 1, None, None, DEFAULT_CLASSES["standard"])  # type: ignore[arg-type]
     request.move(State.FINISHED)
     with pytest.raises(AssertionError, match="a: finished -> running"):
         request.move(State.RUNNING)

@@ -16,7 +16,8 @@ from shoal.core.request import Refusal, RequestSpec, positions
 def refuse(
     spec: RequestSpec, limits: Limits, *, known_id: bool, known_leader: bool, num_waiting: int
 ) -> Refused | None:
-    """None: accept. `known_leader` says whether `spec.leader`, where given, is here."""
+    """None: nothing speaks against it but, perhaps, the waiting bounds (bound.py). `known_leader` says whether
+    `spec.leader`, where given, is here; `num_waiting` counts its class."""
     for reason, message in _objections(spec, limits, known_id, known_leader, num_waiting):
         return Refused(spec.id, reason, message)
     return None
@@ -59,5 +60,11 @@ def _objections(
         )
     if not known_leader:
         yield Refusal.UNKNOWN_LEADER, f"leader {spec.leader!r} is not here"
-    if num_waiting >= limits.max_queue:
-        yield Refusal.QUEUE_FULL, f"{num_waiting} requests wait; the limit is {limits.max_queue}"
+    name = spec.service_class
+    if name not in limits.classes:
+        yield Refusal.UNKNOWN_CLASS, f"service_class is {name!r}; there are {', '.join(sorted(limits.classes))}"
+    elif num_waiting >= limits.classes[name].max_queue:
+        yield (
+            Refusal.QUEUE_FULL,
+            f"{num_waiting} requests of class {name} wait; the limit is {limits.classes[name].max_queue}",
+        )

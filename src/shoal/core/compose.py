@@ -1,18 +1,24 @@
 """Who advances by how many tokens in this step.
 
-Today, token by token and first come first served: every running request that needs one token to sample the next gets
-it, then running requests that are further behind share what is left, then newcomers do. A chunk is cut to the token
-budget, to `max_prefill_chunk` and to what `max_step_ns` allows. Which of the waiting may be newcomers, BATCHING says.
+Every running request that needs one token to sample the next gets it, while the step stays within the time that the
+targets leave. What is left goes to chunks: of running requests that are further behind, and of newcomers.
+
+    value   each chunk is worth its class's weight, the more the nearer its deadline; part of it, part of that. The
+            densest go first: worth by the share of tokens, time, blocks and slots that they take of what is left
+    fcfs    first come first served, by priority; a baseline
+    static  the first in line make a batch, and nobody else enters until all of it has ended; a baseline
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from typing import NamedTuple, Protocol
 
 from shoal.core.limits import Limits
 from shoal.core.request import Request, State
 from shoal.core.stepcost import Features, StepCost, attended_tokens
+from shoal.core.waiting import FairLine, FirstComeLine, Line
 
 
 def split(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
@@ -36,73 +42,195 @@ class Room:
     def __init__(self, limits: Limits, cost: StepCost) -> None:
         self._cost = cost
         # Where even one token takes longer than that, leaving the others out would cost much and save little.
-        self._max_ns = max(limits.max_step_ns, cost.predict((1, 1, 1, 1, 1)) * 5 // 4)
+        self.max_ns = max(limits.max_step_ns, cost.predict((1, 1, 1, 1, 1)) * 5 // 4)
         self._max_tokens = limits.max_num_batched_tokens
         self._max_chunk = limits.max_prefill_chunk or limits.max_num_batched_tokens
-        self._new = self._attended = self._sequences = self._sampled = 0
+        self._new = self._attended = self._sequences = self._context = 0
 
     @property
     def features(self) -> Features:
-        return (1, self._new, self._attended, self._sequences, self._sampled)
+        return (1, self._new, self._attended, self._sequences, self._context)
 
     @property
     def num_tokens(self) -> int:
         return self._new
 
-    def fit(self, decodes: list[Request]) -> int:
-        """How many of them, from the first on, fit into a step that is still empty; at least one."""
-        attended = sum([request.known for request in decodes])
-        count = min(len(decodes), self._max_tokens)
-        if count == len(decodes) and self._cost.predict((1, count, attended, count, count)) <= self._max_ns:
-            return count
+    @property
+    def tokens_left(self) -> int:
+        return self._max_tokens - self._new
+
+    def time_ns(self) -> int:
+        """Of the step as it is now."""
+        return self._cost.predict(self.features)
+
+    def fit(self, decodes: Sequence[Request], limit_ns: int) -> int:
+        """How many of them, from the first on, could get their token; at least one where the step is empty."""
+        tokens = [request.known for request in decodes[: self.tokens_left]]
+        if self._cost.predict(self._with_decodes(len(tokens), sum(tokens))) <= limit_ns:
+            return len(tokens)
         attended = 0
-        for place in range(count):
-            attended += decodes[place].known
-            num = place + 1
-            if place and self._cost.predict((1, num, attended, num, num)) > self._max_ns:
+        for place, known in enumerate(tokens):
+            attended += known
+            if (place or self._sequences) and self._cost.predict(self._with_decodes(place + 1, attended)) > limit_ns:
                 return place
-        return count
+        return len(tokens)
 
-    def take_decodes(self, decodes: list[Request]) -> None:
-        count = len(decodes)
-        self._new += count
-        self._attended += sum([request.known for request in decodes])
-        self._sequences += count
-        self._sampled += count
+    def add(self, decodes: Sequence[Request]) -> None:
+        attended = sum([request.known for request in decodes])
+        _, self._new, self._attended, self._sequences, self._context = self._with_decodes(len(decodes), attended)
 
-    def take_chunk(self, start: int, need: int, samples: bool) -> int:
-        """Tokens granted to a request that lacks `need` from position `start` on; `samples`: if it gets them all.
+    def chunk(self, start: int, need: int, limit_ns: int) -> int:
+        """Tokens that a request could get which lacks `need` from position `start` on.
 
         0: nothing left. The first slice of a step gets at least one token, whatever its time.
         """
-        most = min(need, self._max_chunk, self._max_tokens - self._new)
+        most = min(need, self._max_chunk, self.tokens_left)
         if most < 1:
             return 0
         low, high = 0 if self._sequences else 1, most  # the largest count that fits is in [low, high]
         middle = most  # the usual case first: all of it fits
         while low < high:
-            if self._cost.predict(self._with(start, middle, samples and middle == need)) <= self._max_ns:
+            if self._cost.predict(self._with(start, middle)) <= limit_ns:
                 low = middle
             else:
                 high = middle - 1
             middle = (low + high + 1) // 2
-        if low:
-            _, self._new, self._attended, self._sequences, self._sampled = self._with(
-                start, low, samples and low == need
-            )
         return low
 
-    def _with(self, start: int, count: int, samples: bool) -> Features:
+    def add_chunk(self, start: int, count: int) -> None:
+        _, self._new, self._attended, self._sequences, self._context = self._with(start, count)
+
+    def time_with(self, decodes: Sequence[Request]) -> int:
+        return self._cost.predict(self._with_decodes(len(decodes), sum([request.known for request in decodes])))
+
+    def time_of(self, start: int, need: int) -> int:
+        """What a chunk would add to the step."""
+        return self._cost.predict((0, need, attended_tokens(start, need), 1, start + need))
+
+    def _with(self, start: int, count: int) -> Features:
         attended = self._attended + attended_tokens(start, count)
-        return (1, self._new + count, attended, self._sequences + 1, self._sampled + samples)
+        return (1, self._new + count, attended, self._sequences + 1, self._context + start + count)
+
+    def _with_decodes(self, count: int, known: int) -> Features:
+        """`known`: tokens of them all, those that are computed now included."""
+        return (1, self._new + count, self._attended + known, self._sequences + count, self._context + known)
 
 
-# -- who may enter the batch -------------------------------------------------------------------------------------------
+# -- which chunks ------------------------------------------------------------------------------------------------------
 
 
-class Batching(Protocol):
-    def candidates(self, line: Iterable[Request]) -> Iterable[Request]:
+class Candidate(NamedTuple):
+    """A request that could get a chunk in this step."""
+
+    request: Request
+    start: int  # position of its next token
+    need: int  # tokens that it lacks
+    num_blocks: int  # available ones that it takes to let it in; 0: it is in
+    num_slots: int  # 1: it is not in yet
+    value: float  # of all that it lacks
+    limit_ns: int  # the step may become so long for its sake
+
+
+class Chosen(NamedTuple):
+    candidate: Candidate
+    count: int  # tokens, at least 1
+
+
+FEW = 12  # up to so many candidates more than one order is tried
+
+
+def choose(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
+    """What the step should take of these, while its room, the blocks and the slots last.
+
+    A knapsack of four kinds of room. The order is by density: worth by the sum of the shares that a candidate takes of
+    each kind (Toyoda, Management Science 21, 1975). With few candidates, orders by each kind alone are tried too, and
+    the best outcome is taken.
+    """
+    if not candidates:
+        return []
+    left_ns = max(1, max(each.limit_ns for each in candidates) - room.time_ns())
+    limits = (max(1, room.tokens_left), left_ns, max(1, num_blocks), max(1, num_slots))
+    shares = [
+        (
+            each.need / limits[0],
+            room.time_of(each.start, each.need) / limits[1],
+            each.num_blocks / limits[2],
+            each.num_slots / limits[3],
+        )
+        for each in candidates
+    ]
+
+    def taken(key: Callable[[int], float]) -> list[Chosen]:
+        order = sorted(range(len(candidates)), key=key, reverse=True)  # stable: equal ones in the order given
+        return _take([candidates[place] for place in order], copy(room), num_blocks, num_slots)
+
+    best = taken(lambda place: candidates[place].value / sum(shares[place]))
+    whole = len(best) == len(candidates) and all(each.count == each.candidate.need for each in best)
+    if whole or len(candidates) > FEW:
+        return best
+    keys: list[Callable[[int], float]] = [
+        lambda place, kind=kind: candidates[place].value / max(shares[place][kind], 1e-9)  # type: ignore[misc]
+        for kind in range(4)
+        if sum(each[kind] for each in shares) > 1.0
+    ]
+    keys.append(lambda place: candidates[place].value)
+    return max([best, *map(taken, keys)], key=worth)
+
+
+def worth(chosen: Iterable[Chosen]) -> float:
+    return sum([each.candidate.value * each.count / each.candidate.need for each in chosen])
+
+
+def _take(order: Iterable[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
+    chosen = []
+    for each in order:
+        if each.num_blocks > num_blocks or each.num_slots > num_slots:
+            continue
+        count = _grant(each, room)
+        if count:
+            chosen.append(Chosen(each, count))
+            num_blocks -= each.num_blocks
+            num_slots -= each.num_slots
+    return chosen
+
+
+def _grant(candidate: Candidate, room: Room) -> int:
+    count = room.chunk(candidate.start, candidate.need, candidate.limit_ns)
+    if count:
+        room.add_chunk(candidate.start, count)
+    return count
+
+
+def in_turn(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
+    """In the order given, and nobody enters before one that does not fit."""
+    chosen, room = [], copy(room)
+    for each in candidates:
+        if each.num_blocks > num_blocks or each.num_slots > num_slots:
+            break
+        count = _grant(each, room)
+        if count:
+            chosen.append(Chosen(each, count))
+            num_blocks -= each.num_blocks
+            num_slots -= each.num_slots
+        elif each.num_slots:
+            break
+    return chosen
+
+
+# -- the three composers -----------------------------------------------------------------------------------------------
+
+
+class Composer(Protocol):
+    weighs: bool  # by worth and deadlines; else in turn
+
+    def make_line(self) -> Line: ...
+
+    def newcomers(self, line: Iterable[Request]) -> Iterable[Request]:
         """Of the waiting line, in its order, who may be admitted now. Asked at most twice a plan."""
+        ...
+
+    def choose(self, candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
+        """What the step takes of these; nothing is changed."""
         ...
 
     def check(self, running: Iterable[Request]) -> None:
@@ -110,29 +238,58 @@ class Batching(Protocol):
         ...
 
 
-class Continuous:
-    """Whoever waits may enter between any two steps."""
+class Value:
+    """Whoever is worth most for what it takes may enter between any two steps."""
 
-    def __init__(self, max_running: int) -> None: ...
+    weighs = True
 
-    def candidates(self, line: Iterable[Request]) -> Iterable[Request]:
+    def __init__(self, limits: Limits, num_slots: int) -> None:
+        self._classes = limits.classes
+
+    def make_line(self) -> Line:
+        return FairLine(self._classes)
+
+    def newcomers(self, line: Iterable[Request]) -> Iterable[Request]:
         return line
+
+    def choose(self, candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
+        return choose(candidates, room, num_blocks, num_slots)
 
     def check(self, running: Iterable[Request]) -> None: ...
 
 
-class Static:
+class FirstCome:
+    """Whoever waits may enter between any two steps, in order."""
+
+    weighs = False
+
+    def __init__(self, limits: Limits, num_slots: int) -> None: ...
+
+    def make_line(self) -> Line:
+        return FirstComeLine()
+
+    def newcomers(self, line: Iterable[Request]) -> Iterable[Request]:
+        return line
+
+    def choose(self, candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
+        return in_turn(candidates, room, num_blocks, num_slots)
+
+    def check(self, running: Iterable[Request]) -> None: ...
+
+
+class Static(FirstCome):
     """The first in line, as many as may run, make a batch, and nobody else enters until each of them has ended.
 
     The baseline that continuous batching is compared with, as in Orca (Yu et al., OSDI 2022). It is a kind one: who has
     ended is not computed further, and prompts of unlike lengths are not padded.
     """
 
-    def __init__(self, max_running: int) -> None:
-        self._max_running = max_running
+    def __init__(self, limits: Limits, num_slots: int) -> None:
+        super().__init__(limits, num_slots)
+        self._num_slots = num_slots
         self._batch: list[Request] = []
 
-    def candidates(self, line: Iterable[Request]) -> Iterable[Request]:
+    def newcomers(self, line: Iterable[Request]) -> Iterable[Request]:
         if all(request.state is State.FINISHED for request in self._batch):
             self._batch = self._form(line)
         return [request for request in self._batch if request.state is State.WAITING]
@@ -141,7 +298,7 @@ class Static:
         """A choice whose leader waits too enters with it or after it; in a batch before it, it would wait for ever."""
         batch: list[Request] = []
         for request in line:
-            if len(batch) == self._max_running:
+            if len(batch) == self._num_slots:
                 break
             leader = request.leader
             if leader is None or leader.state is State.FINISHED or leader in batch:
@@ -149,9 +306,9 @@ class Static:
         return batch
 
     def check(self, running: Iterable[Request]) -> None:
-        assert len(self._batch) <= self._max_running, f"a batch of {len(self._batch)}"
+        assert len(self._batch) <= self._num_slots, f"a batch of {len(self._batch)}"
         for request in running:
             assert request in self._batch, f"{request.id} runs outside of the batch"
 
 
-BATCHING: dict[str, Callable[[int], Batching]] = {"continuous": Continuous, "static": Static}
+COMPOSERS: dict[str, Callable[[Limits, int], Composer]] = {"value": Value, "fcfs": FirstCome, "static": Static}

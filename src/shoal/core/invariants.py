@@ -14,22 +14,28 @@ if TYPE_CHECKING:
 def check(scheduler: Scheduler) -> None:
     """AssertionError where an invariant is broken. Linear in blocks ever used: for tests, not for every step."""
     running, waiting = scheduler._running, list(scheduler._line)
-    scheduler._tables.check(running.values(), scheduler._returned, scheduler._step)
-    live = {request.id: request for request in waiting} | running
+    parking = scheduler._parking
+    scheduler._tables.check(running.values(), parking.device_tables(), scheduler._returned, scheduler._step)
+    parking.check(waiting)
+    live = {request.id: request for request in (*waiting, *parking.requests())} | running
     assert live == scheduler._requests, f"lost or kept too long: {live.keys() ^ scheduler._requests.keys()}"
-    assert len(running) <= scheduler._max_running, f"{len(running)} requests run"
+    assert len(running) + scheduler._num_returning <= scheduler._max_running, f"{len(running)} requests run"
+    assert scheduler._num_returning == sum(r.state is State.RETURNING for r in parking.requests()), "returning"
     for request in running.values():
         assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
-    scheduler._batching.check(running.values())
+    scheduler._composer.check(running.values())
     for request in waiting:
         assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"
-    assert [r.order for r in waiting] == sorted(r.order for r in waiting), "the line is out of order"
-    assert scheduler._line.num_tokens == sum(r.known for r in waiting), "the line counts its tokens wrongly"
+    scheduler._line.check()
+    assert scheduler._promises.given == sum(r.demand for r in live.values()), "promises are counted wrongly"
+    _check_arrivals(scheduler)
     _check_leaves(scheduler._leaves, running)
     _check_flights(scheduler, live)
     for request in live.values():
         request.check(scheduler.limits.block_tokens)
-    for name, value in asdict(scheduler.view()).items():
+    view = asdict(scheduler.view())
+    classes = view.pop("classes")
+    for name, value in (*view.items(), *((f"{n}.{i}", v) for n, c in classes.items() for i, v in enumerate(c))):
         assert value >= 0, f"{name} is {value}"
 
 
@@ -49,3 +55,9 @@ def _check_flights(scheduler: Scheduler, live: dict[str, Request]) -> None:
     for request in live.values():
         count = planned.get(id(request), 0)
         assert count == request.placeholders, f"{request.id}: {request.placeholders} placeholders, {count} in flight"
+
+
+def _check_arrivals(scheduler: Scheduler) -> None:
+    for request in scheduler._arrivals:
+        assert scheduler._running.get(request.id) is request, f"{request.id} has arrived and does not run"
+        assert request.id not in scheduler._leaves, f"{request.id} has arrived and leaves"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Policy = Literal["continuous", "static"]
+from shoal.core.classes import DEFAULT_CLASSES, STANDARD, ServiceClass
+
+MIN_WAIT_TURNS = 8  # a waiting bound shorter than so many turns cannot be promised (bound.py)
+
+Composer = Literal["value", "fcfs", "static"]
+Preemption = Literal["auto", "swap", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,20 +22,44 @@ class Limits:
     max_num_seqs: int = 64  # most requests in a step
     max_num_batched_tokens: int = 2048  # most tokens in a step
     max_prefill_chunk: int = 1536  # most tokens of one request in a step; 0: no cap
-    max_queue: int = 1024  # most requests that wait
     max_step_ns: int = 500_000_000  # no step is planned longer, unless one token alone takes that long
     prefix_caching: bool = True
     max_steps_in_flight: int = 1  # plans made before the first result returns
-    batching: Policy = "continuous"  # static: a baseline to compare with
+    composer: Composer = "value"  # the others are baselines to compare with
+    classes: dict[str, ServiceClass] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
+    preemption: Preemption = "auto"  # swap, where the host tier has room, or recompute; auto: what is sooner back
+    num_host_blocks: int = 0  # of the host tier, where requests are parked; 0: there is none
+    block_bytes: int = 0  # of one KV block over all layers
+    copy_bytes_per_s: float = 2e9  # between device and host, before anything was measured
+    admission_share: float = 1.0  # of what waiting bounds allow; the rest is for requests of replicas that are lost
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "vocab_size", "block_tokens", "max_num_seqs"):
             self._at_least(name, 1)
-        for name in ("max_num_batched_tokens", "max_queue", "max_step_ns", "max_steps_in_flight"):
+        for name in ("max_num_batched_tokens", "max_step_ns", "max_steps_in_flight"):
             self._at_least(name, 1)
-        self._at_least("max_prefill_chunk", 0)
-        if self.batching not in get_args(Policy):
-            raise ValueError(f"batching is {self.batching!r}; allowed: {', '.join(get_args(Policy))}")
+        for name in ("max_prefill_chunk", "num_host_blocks", "block_bytes"):
+            self._at_least(name, 0)
+        self._check_classes()
+        for name, allowed in (("composer", get_args(Composer)), ("preemption", get_args(Preemption))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+
+    @property
+    def turn_ns(self) -> int:
+        """Longest time from the moment a request must be served to the plan that can do it: steps in flight return."""
+        return (self.max_steps_in_flight + 1) * self.max_step_ns
+
+    def _check_classes(self) -> None:
+        if STANDARD not in self.classes:
+            raise ValueError(f"classes are {', '.join(self.classes) or 'none'}; {STANDARD!r} must be among them")
+        least_s = MIN_WAIT_TURNS * self.turn_ns / 1e9
+        for name, service in self.classes.items():
+            if self.composer == "value" and service.max_wait_s < least_s:
+                raise ValueError(
+                    f"classes.{name}.max_wait_s is {service.max_wait_s:g}; with steps of up to "
+                    f"{self.max_step_ns / 1e6:g} ms it must be at least {least_s:g}"
+                )
 
     def _at_least(self, name: str, bound: int) -> None:
         value = getattr(self, name)

@@ -43,9 +43,30 @@ class Slice(NamedTuple):
     sample: bool  # sample the token at position start + count
 
 
+class KvOp(NamedTuple):
+    """Copy whole blocks between the device and the host tier, beside the steps. No step in flight names its blocks, and
+    nobody else gets them before it is done."""
+
+    number: int  # counts from 1; done in this order
+    id: str  # whose KV it is
+    out: bool  # from the device to the host; else back
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]  # as many
+
+
+class Copied(NamedTuple):
+    """A KvOp is done."""
+
+    number: int
+    busy_ns: int  # time of the copy itself, without waiting for others
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """One step of one replica. `step` counts from 1 without gaps; results return in the same order."""
+    """One step of one replica. `step` counts from 1 without gaps; results return in the same order.
+
+    Where only copies can be made, it has no slices: there is nothing to compute and its result brings nothing.
+    """
 
     step: int
     leaves: list[str]  # 1. forget these requests
@@ -53,6 +74,7 @@ class StepPlan:
     slices: list[Slice]  # 3. then compute; decodes and chunks mixed, in composer order
     num_tokens: int
     predicted_ns: int
+    ops: list[KvOp] = field(default_factory=list)  # start these copies
 
 
 class Logprobs(NamedTuple):
@@ -78,6 +100,7 @@ class Refused(NamedTuple):
     id: str
     reason: Refusal
     message: str  # names the field, the value and the limit
+    retry_after_ms: int = 0  # when a place is predicted to be free; 0: no reason to try again, or nobody knows
 
 
 class Token(NamedTuple):
@@ -95,9 +118,29 @@ class PromptScored(NamedTuple):
     entries: list[Logprobs]
 
 
+class Started(NamedTuple):
+    """The first slice of a request is planned."""
+
+    id: str
+    waited_ns: int  # since it arrived, `RequestSpec.waited_ns` included
+
+
 class Preempted(NamedTuple):
     id: str
     lost_tokens: int  # computed tokens that must be computed again
+
+
+class Parked(NamedTuple):
+    """Preempted with its KV kept in the host tier: nothing is lost."""
+
+    id: str
+
+
+class Resumed(NamedTuple):
+    """Back among the running, after a Preempted or Parked."""
+
+    id: str
+    waited_ns: int  # since its last slice
 
 
 class Ended(NamedTuple):
@@ -110,7 +153,14 @@ class Ended(NamedTuple):
     cached_tokens: int  # prompt tokens found in the prefix cache at the first admission
 
 
-Event = Token | PromptScored | Preempted | Ended
+Event = Token | PromptScored | Started | Preempted | Parked | Resumed | Ended
+
+
+class ClassView(NamedTuple):
+    num_running: int
+    num_waiting: int  # those without a slice, parked ones included
+    num_parked: int
+    longest_wait_ns: int  # of those that wait now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +176,14 @@ class View:
     total_blocks: int
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    preemptions: int = 0
+    preemptions: int = 0  # with and without parking
+    parks: int = 0
     recomputed_tokens: int = 0
+    free_host_blocks: int = 0
+    total_host_blocks: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    classes: dict[str, ClassView] = field(default_factory=dict)
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     hash_collisions: int = 0

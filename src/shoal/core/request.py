@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shoal.core.classes import STANDARD, ServiceClass
 from shoal.core.kv.prefix import Chain
 
 
 class State(StrEnum):
-    WAITING = "waiting"  # holds no blocks
+    WAITING = "waiting"  # in the line; parked where the host tier holds its KV, else without any
     RUNNING = "running"  # holds blocks and takes part in steps
+    PARKING = "parking"  # its KV is being copied to the host tier
+    RETURNING = "returning"  # its KV is being copied back
     FINISHED = "finished"
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.RUNNING, State.FINISHED}),
-    State.RUNNING: frozenset({State.WAITING, State.FINISHED}),  # back to waiting: preempted
+    State.WAITING: frozenset({State.RUNNING, State.RETURNING, State.FINISHED}),
+    State.RUNNING: frozenset({State.WAITING, State.PARKING, State.FINISHED}),  # back to waiting: preempted
+    State.PARKING: frozenset({State.WAITING, State.FINISHED}),
+    State.RETURNING: frozenset({State.RUNNING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
 
@@ -37,7 +42,9 @@ class Refusal(StrEnum):
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     CONTEXT_LENGTH = "context_length_exceeded"  # prompt + max_tokens > max_model_len
     KV_POOL = "kv_pool_exceeded"  # would never fit, even alone
+    UNKNOWN_CLASS = "unknown_class"
     QUEUE_FULL = "queue_full"
+    WAITING_BOUND = "waiting_bound"  # a promise made to someone could not be kept any more
     DUPLICATE_ID = "duplicate_id"
     UNKNOWN_LEADER = "unknown_leader"
     DRAINING = "draining"
@@ -76,16 +83,35 @@ class RequestSpec:
     sampling: Sampling = Sampling()
     choice: int = 0
     leader: str | None = None  # id of the choice whose prompt blocks this one waits for and shares
-    priority: int = 0  # lower is more urgent
+    service_class: str = STANDARD
+    priority: int = 0  # within its class: lower is more urgent
+    ttft_ms: float = 0.0  # looser target than the class's; 0: the class's
+    tpot_ms: float = 0.0
+    waited_ns: int = 0  # without a slice since it was admitted or last served, before it came here
     tenant: str = ""
     salt: str = ""  # separates prefix caches; from the authenticated tenant, never from a body; "" is no salt
     prefix_keys: tuple[bytes, ...] = ()  # chained keys of the prompt's full blocks, where the gateway made them
+
+
+class Account:
+    """What a tenant was served in a class, in tokens: the virtual counter of fair shares (Sheng et al., OSDI 2024)."""
+
+    __slots__ = ("line", "num_live", "served", "tenant")
+
+    def __init__(self, tenant: str = "") -> None:
+        self.tenant = tenant
+        self.served = 0
+        self.num_live = 0
+        self.line: list[Request] = []  # those that wait, by priority and arrival
 
 
 def positions(spec: RequestSpec) -> int:
     """Tokens of a request whose KV is ever stored. The last token sampled is never an input, so it needs no place."""
     num_prompt = len(spec.prompt)
     return max(num_prompt + len(spec.output), num_prompt + spec.max_tokens - 1)
+
+
+NEVER_NS = 1 << 62  # later than any time
 
 
 class Request:
@@ -95,16 +121,57 @@ class Request:
     """
 
     __slots__ = (
-        "blocks", "cached_tokens", "capacity", "chain", "computed", "final", "id", "known", "last_step",
-        "leader", "limit", "lost", "num_prompt", "order", "placeholders", "scheduled", "scored", "spec", "state",
-        "stops", "tokens",
+        "account",
+        "arrival",
+        "arrived_ns",
+        "blocks",
+        "cached_tokens",
+        "capacity",
+        "chain",
+        "computed",
+        "demand",
+        "final",
+        "host_blocks",
+        "id",
+        "kept",
+        "known",
+        "last_step",
+        "leader",
+        "limit",
+        "lost",
+        "max_wait_ns",
+        "num_prompt",
+        "order",
+        "placeholders",
+        "scheduled",
+        "scored",
+        "served_ns",
+        "service",
+        "shielded",
+        "spec",
+        "started",
+        "state",
+        "stops",
+        "token_due_ns",
+        "tokens",
+        "tpot_ns",
+        "ttft_ns",
+        "urgency",
     )  # fmt: skip
 
-    def __init__(self, spec: RequestSpec, arrival: int, chain: Chain, leader: Request | None) -> None:
+    def __init__(
+        self, spec: RequestSpec, arrival: int, chain: Chain, leader: Request | None, service: ServiceClass
+    ) -> None:
         self.spec = spec
         self.id = spec.id
+        self.service = service
         self.state = State.WAITING
-        self.order = (spec.priority, arrival, spec.id)  # who comes first, everywhere
+        self.arrival = arrival
+        self.urgency = (service.rank, spec.priority)
+        self.order = (service.rank, spec.priority, arrival, spec.id)  # who comes first, where nothing else decides
+        self.ttft_ns = int(max(service.ttft_ms, spec.ttft_ms if service.ttft_ms else 0.0) * 1e6)  # 0: no target
+        self.tpot_ns = int(max(service.tpot_ms, spec.tpot_ms if service.tpot_ms else 0.0) * 1e6)
+        self.max_wait_ns = int(service.max_wait_s * 1e9)
         self.leader = leader  # None once its prompt is computed, or it ended
         self.stops = frozenset(spec.stop_token_ids)
         self.num_prompt = len(spec.prompt)
@@ -125,6 +192,27 @@ class Request:
         self.lost = 0  # computed tokens lost by the last preemption
         self.scored = 1  # next prompt position whose logprobs the caller lacks
 
+        self.host_blocks: list[int] = []  # hold its KV while it is parked ...
+        self.kept = 0  # ... of so many tokens
+        self.account = Account()  # its tenant's, in its class; the waiting line sets it
+        self.demand = 0  # share of what waiting bounds allow
+        self.started = False  # it had a slice
+        self.arrived_ns = (
+            self.served_ns
+        ) = -1  # when it came; when its last slice was planned, or it came. -1: nobody knows
+        self.token_due_ns = NEVER_NS  # when its next token is due by its TPOT target
+        self.shielded = 0  # known tokens up to which nobody preempts it for rank
+
+    @property
+    def due_ns(self) -> int:
+        """When it must have had a slice, by its waiting bound."""
+        return self.served_ns + self.max_wait_ns
+
+    @property
+    def presses_ns(self) -> int:
+        """From when on it is served before all that do not press: half of its bound is over."""
+        return self.served_ns + self.max_wait_ns // 2
+
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
@@ -133,6 +221,12 @@ class Request:
     def samples(self) -> bool:
         """Whether a token is sampled when all known tokens are computed."""
         return self.known < self.limit
+
+    def outranks(self, other: Request) -> bool:
+        """Whether it may preempt the other: by class, or by priority where both are one tenant's."""
+        if self.service.rank != other.service.rank:
+            return self.service.rank < other.service.rank
+        return self.account.tenant == other.account.tenant and self.spec.priority < other.spec.priority
 
     def move(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], f"{self.id}: {self.state} -> {state}"

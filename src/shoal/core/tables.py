@@ -90,8 +90,9 @@ class BlockTables:
         tables += [request.blocks for request in running if request.scheduled >= request.final]
         return self.pool.num_available + sum([self.pool.num_sole(table) for table in tables])
 
-    def check(self, running: Iterable[Request], returned: int, planned: int) -> None:
-        """AssertionError where a block is lost, owned wrongly or held for a step that is not in flight."""
+    def check(self, running: Iterable[Request], copied: list[list[int]], returned: int, planned: int) -> None:
+        """AssertionError where a block is lost, owned wrongly or held for a step that is not in flight. `copied`:
+        tables of blocks that are being copied."""
         assert all(returned < step <= planned for step in self._held), f"blocks held for steps {list(self._held)}"
         held = [table for tables in self._held.values() for table in tables]
-        self.pool.check(held + [request.blocks for request in running])
+        self.pool.check(held + copied + [request.blocks for request in running])

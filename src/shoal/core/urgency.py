@@ -1,0 +1,46 @@
+"""What a chunk is worth now, and how long a step may become: the targets of the waiting and of the running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.core.request import NEVER_NS, Request
+
+MOST_URGENT = 4.0  # times as much as one that has all its time left
+STALL_TOKENS = 8  # after a preemption, so many token intervals are the time within which the next token is due
+LEAST_SHARE = 0.5  # chunks may add so much to a step of decodes, even where these are late already
+
+
+def worth(request: Request, now_ns: int, takes_ns: int) -> float:
+    """Its class's weight, times an urgency from 1 to MOST_URGENT: how much of the time to its deadline is used up, the
+    time that its tokens take left out. One whose deadline cannot be met any more is worth no more than one that is not
+    urgent, so that it does not make others late too; the waiting bound looks after it.
+    """
+    weight = request.service.weight
+    due_ns = request.token_due_ns
+    if due_ns == NEVER_NS:
+        return weight * (1.0 + (now_ns - request.served_ns) / request.max_wait_ns)
+    slack_ns = due_ns - now_ns - takes_ns
+    if slack_ns < 0:
+        return weight
+    horizon_ns = STALL_TOKENS * request.tpot_ns if request.num_output else request.ttft_ns
+    return weight * (MOST_URGENT - (MOST_URGENT - 1.0) * min(1.0, slack_ns / max(1, horizon_ns)))
+
+
+class Leeway:
+    """How long the step may become for the sake of a chunk of a class: the tokens of decodes that are as urgent, or
+    more, stay in time."""
+
+    def __init__(self, decodes: Iterable[Request], now_ns: int, decodes_ns: int, max_ns: int) -> None:
+        """`decodes_ns`: the time of the step with the decodes alone."""
+        self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
+        self._max_ns = max_ns
+        self._left_ns: dict[int, int] = {}  # by rank: until the first token of a decode of this rank is due
+        for request in decodes:
+            rank, left_ns = request.service.rank, request.token_due_ns - now_ns
+            if left_ns < self._left_ns.get(rank, max_ns):
+                self._left_ns[rank] = left_ns
+
+    def limit_ns(self, rank: int) -> int:
+        left_ns = min([left for other, left in self._left_ns.items() if other <= rank], default=self._max_ns)
+        return max(self._least_ns, min(left_ns, self._max_ns))
