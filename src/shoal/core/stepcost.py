@@ -6,12 +6,13 @@ Attended tokens are pairs of a new token and one that it looks at: what attentio
 whose keys and values are read: what attention fetches, at ten times the cost of a pair. For a decode both are its
 length; for a chunk of n tokens at the beginning of a prompt the first is n / 2 times the second.
 
-The learner is a Kalman filter over the coefficients (Jazwinski, Stochastic Processes and Filtering Theory, 1970,
-ch. 7), with errors taken relative to the step, so that a decode of 5 ms counts as much as a prompt of 500 ms. It
-expects two kinds of change: the machine as a whole becomes faster or slower from one step to the next, which moves all
-coefficients in proportion, and each coefficient wanders by itself, slowly. Three guards:
+Two things are learned from each step. The speed of the whole machine, which changes with its clock and its neighbours
+from one step to the next: a factor to all coefficients. And the coefficients, slowly, by a Kalman filter (Jazwinski,
+Stochastic Processes and Filtering Theory, 1970, ch. 7), with errors relative to the step, so that a decode of 5 ms
+counts as much as a prompt of 500 ms. Its guards:
   robust       the further an error lies beyond CLIP typical errors, the less it is believed (Huber's weight)
-  bounded      uncertainty grows again where steps tell nothing, but never beyond what it was at the start
+  excited      uncertainty comes back only as far as steps differ from the usual ones, and never beyond what it was at
+               the start: an hour of like steps moves the speed and leaves alone what is known of other steps
   non-negative a coefficient that would fall below zero stays at zero
 """
 
@@ -29,8 +30,9 @@ DEFAULT_COEFFICIENTS = (1e7, 1.5e5, 100.0, 3e4, 1.3e3)
 
 _UNITS = (1.0, 100.0, 50_000.0, 32.0, 5000.0)  # a usual amount of each feature: brings the filter's numbers to one size
 _NOISE = 0.07  # usual relative error of a step that the model describes well
-_SPEED = 0.04  # by so much the machine becomes faster or slower from one step to the next
-_WALK = 1e-5  # share of the first uncertainty that comes back per step; with 1e-4 an hour of like steps did harm
+_SPEED = 0.05  # how uncertain the machine's speed is before each step
+_WALK = 2e-4  # share of the first uncertainty that comes back with a step that is wholly unlike the usual
+_USUAL = 0.01  # weight of the newest step in what is usual
 _CLIP = 3.0
 _ERROR_MIN, _ERROR_MAX = 0.02, 0.5  # bounds of the typical relative error
 
@@ -43,7 +45,10 @@ class StepCost:
         given = tuple(DEFAULT_COEFFICIENTS if coefficients is None else coefficients)
         if len(given) != len(FEATURES) or not all(0 <= value < float("inf") for value in given):
             raise ValueError(f"coefficients must be {len(FEATURES)} non-negative numbers, not {given}")
-        self.coefficients: tuple[float, ...] = given
+        self.coefficients: tuple[float, ...] = given  # as they are at the present speed
+        self._speed = 1.0
+        self._at_start_speed = list(given)
+        self._usual: list[float] | None = None  # share of each feature in a step's time
         self._first = _uncertainty(given)
         self._covariance = [[v if i == j else 0.0 for j in range(len(given))] for i, v in enumerate(self._first)]
         self._error = 0.3  # typical relative error so far
@@ -72,28 +77,43 @@ class StepCost:
         predicted = self.predict(features)
         scale = 1.0 / max(measured_ns, predicted)
         error = (measured_ns - predicted) * scale  # in (-1, 1)
+        noise = _NOISE * _NOISE / self._belief(error)
+
+        x = [value * self._speed * scale / unit for value, unit in zip(features, _UNITS, strict=True)]
+        px = [sum([p * v for p, v in zip(row, x, strict=True)]) for row in self._covariance]
+        gain = 1.0 / (sum([p * v for p, v in zip(px, x, strict=True)]) + _SPEED * _SPEED + noise)
+        step = error * gain
+        self._speed *= 1.0 + step * _SPEED * _SPEED * predicted * scale
+        self._at_start_speed = [
+            max(0.0, c + step * p / unit) for c, p, unit in zip(self._at_start_speed, px, _UNITS, strict=True)
+        ]
+        self.coefficients = tuple([self._speed * c for c in self._at_start_speed])
+        self._settle(px, gain, _WALK * self._unlike(features))
+
+    def _belief(self, error: float) -> float:
+        """Weight of an error, 1 where it is a usual one."""
         limit = _CLIP * self._error
         weight = 1.0 if abs(error) <= limit else limit / abs(error)
         usual = 0.95 * self._error + 0.05 * 1.25 * weight * abs(error)
         self._error = min(_ERROR_MAX, max(_ERROR_MIN, usual))
+        return weight
 
-        x = [value * scale / unit for value, unit in zip(features, _UNITS, strict=True)]
-        px = [sum([p * v for p, v in zip(row, x, strict=True)]) for row in self._covariance]
-        gain = 1.0 / (sum([p * v for p, v in zip(px, x, strict=True)]) + _NOISE * _NOISE / weight)
-        step = error * gain
-        self.coefficients = tuple(
-            [max(0.0, c + step * p / unit) for c, p, unit in zip(self.coefficients, px, _UNITS, strict=True)]
-        )
-        self._less_certain(px, gain)
+    def _unlike(self, features: Features) -> float:
+        """From 0 to 2: how unlike the usual steps this one is in what takes its time."""
+        parts = [c * f for c, f in zip(self.coefficients, features, strict=True)]
+        whole = sum(parts) or 1.0
+        shares = [part / whole for part in parts]
+        usual = self._usual or shares
+        self._usual = [u + _USUAL * (share - u) for u, share in zip(usual, shares, strict=True)]
+        return sum([(share - u) ** 2 for u, share in zip(usual, shares, strict=True)])
 
-    def _less_certain(self, px: list[float], gain: float) -> None:
-        """The covariance after the step that told (px, gain), and after what may have changed until the next."""
+    def _settle(self, px: list[float], gain: float, walk: float) -> None:
+        """The covariance after a step that told (px, gain), with `walk` of the first uncertainty added."""
         rows, first = self._covariance, self._first
-        speed = [_SPEED * c * unit for c, unit in zip(self.coefficients, _UNITS, strict=True)]
-        for i, (row, p, s) in enumerate(zip(rows, px, speed, strict=True)):
+        for i, (row, p) in enumerate(zip(rows, px, strict=True)):
             told = p * gain
-            row[:] = [v - told * other + s * fast for v, other, fast in zip(row, px, speed, strict=True)]
-            row[i] = max(row[i], 0.0) + _WALK * first[i]
+            row[:] = [v - told * other for v, other in zip(row, px, strict=True)]
+            row[i] = max(row[i], 0.0) + walk * first[i]
         for i, most in enumerate(first):
             if rows[i][i] > most:  # less of this coefficient in row and column: what is left is a covariance still
                 shrink = sqrt(most / rows[i][i])
