@@ -135,25 +135,27 @@ def test_nobody_waits_past_the_bound_of_its_class(seed: int) -> None:
     assert replica.scheduler.view().generation_tokens > 1000
 
 
-def test_the_bound_holds_when_half_of_the_replicas_are_lost() -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_holds_when_half_of_the_replicas_are_lost(seed: int) -> None:
     """What a replica promises leaves room for the requests of one that is lost: none of them is refused or late."""
-    for seed in range(4):
-        chance = random.Random(seed)
-        pair = [
-            Replica(limits(admission_share=0.5), lambda plan: 0.3, lambda id: chance.random() < 0.02) for _ in range(2)
-        ]
-        number = 0
-        for turn in range(3000):
-            for name, rate in (("interactive", 0.6), ("standard", 0.2), ("batch", 0.05)):
-                if chance.random() < rate:
-                    number += 1
-                    pair[number % 2].submit(requests(chance, name, number))
-            if turn == 1500:
-                move(pair[0], pair[1])
-                pair[0] = Replica(limits(admission_share=0.0), lambda plan: 0.3, lambda id: False)
-            for replica in pair:
-                replica.turn()
-                replica.check_waits()
+    chance = random.Random(seed)
+
+    def replica(share: float) -> Replica:
+        return Replica(limits(admission_share=share), lambda plan: 0.3, lambda id: chance.random() < 0.02)
+
+    pair = [replica(0.5), replica(0.5)]
+    number = 0
+    for turn in range(3000):
+        for name, rate in (("interactive", 0.6), ("standard", 0.2), ("batch", 0.05)):
+            if chance.random() < rate:
+                number += 1
+                pair[number % 2].submit(requests(chance, name, number))
+        if turn == 1500:
+            move(pair[0], pair[1])
+            pair[0] = replica(0.0)
+        for each in pair:
+            each.turn()
+            each.check_waits()
 
 
 def move(lost: Replica, survivor: Replica) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import chain, root_key, scope_key
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Ended, Event, Refused, StepResult, Token, View
+from shoal.core.plan import Accepted, Ended, Event, Refused, Started, StepResult, Token, View
 from shoal.core.request import Finish, Refusal, Request, RequestSpec, Sampling, State
 from shoal.core.scheduler import Scheduler
 from tests.core.block_runner import BlockRunner
@@ -165,7 +165,7 @@ def test_results_apply_in_step_order_and_with_the_right_number_of_tokens() -> No
         scheduler.apply(StepResult(2, [5]), 0)
     with pytest.raises(ValueError, match="brought 2 tokens, not 1"):
         scheduler.apply(StepResult(1, [5, 6]), 0)
-    assert scheduler.apply(StepResult(1, [5]), 0) == [Token("a", 0, 5, None)]
+    assert scheduler.apply(StepResult(1, [5]), 0) == [Started("a", 0), Token("a", 0, 5, None)]
 
 
 def test_the_choices_of_one_submit_are_accepted_after_their_leader() -> None:
@@ -236,7 +236,7 @@ def test_a_replay_that_brings_all_its_tokens_ends_without_another() -> None:
     driver = Driver()
     driver.scheduler.submit(spec("a", 10, 3, output=(5, 6, 7)), 0)
     driver.step()
-    assert driver.events == [Ended("a", Finish.LENGTH, None, 3, 0)]
+    assert driver.events == [Started("a", 0), Ended("a", Finish.LENGTH, None, 3, 0)]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def positions(spec: RequestSpec) -> int:
     return max(num_prompt + len(spec.output), num_prompt + spec.max_tokens - 1)
 
 
+AIM = 0.9  # of a target is aimed at: a turn takes some time of its own
 NEVER_NS = 1 << 62  # later than any time
 
 
@@ -170,7 +171,7 @@ class Request:
         self.urgency = (service.rank, spec.priority)
         self.order = (service.rank, spec.priority, arrival, spec.id)  # who comes first, where nothing else decides
         self.ttft_ns = int(max(service.ttft_ms, spec.ttft_ms if service.ttft_ms else 0.0) * 1e6)  # 0: no target
-        self.tpot_ns = int(max(service.tpot_ms, spec.tpot_ms if service.tpot_ms else 0.0) * 1e6)
+        self.tpot_ns = int(AIM * max(service.tpot_ms, spec.tpot_ms if service.tpot_ms else 0.0) * 1e6)
         self.max_wait_ns = int(service.max_wait_s * 1e9)
         self.leader = leader  # None once its prompt is computed, or it ended
         self.stops = frozenset(spec.stop_token_ids)

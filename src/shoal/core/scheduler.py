@@ -56,7 +56,7 @@ from shoal.core.stepcost import Features, StepCost
 from shoal.core.tables import BlockTables
 from shoal.core.urgency import LEAST_SHARE, Leeway, worth
 
-MAX_CANDIDATES = 16  # of the waiting line, weighed in one plan
+MIN_CHOICE, MAX_CANDIDATES = 16, 64  # of the waiting line, weighed in one plan
 MAX_HEADS = 8  # of the waiting line, for whom one plan makes way
 AHEAD_STEPS = 4  # within so many steps a copy to the host should be done
 SHIELD_TOKENS = 32  # what a request that pressed gets before somebody more urgent may preempt it
@@ -280,16 +280,14 @@ class Scheduler:
         if room.tokens_left < 1:
             return
         running = [each for each in behind if each.state is State.RUNNING]  # not preempted for the sake of this step
-        num_slots = self._free_slots
-        num_blocks = self._tables.pool.num_available - len(self._running) + 1
+        num_slots, num_blocks = self._free_slots, self._free_blocks
         newcomers = [] if crowded or num_slots < 1 or num_blocks < 1 else self._newcomers(num_slots, num_blocks)
         if not running and not newcomers:
             return
         leeway = Leeway(part.decodes if self._composer.weighs else (), self._now_ns, room.time_ns(), room.max_ns)
         candidates = [self._candidate(request, 0, leeway, room) for request in running]
         candidates += [self._candidate(request, blocks, leeway, room) for request, blocks in newcomers]
-        num_slots = self._free_slots
-        num_blocks = self._tables.pool.num_available - len(self._running) + 1
+        num_slots, num_blocks = self._free_slots, self._free_blocks
         for chosen in self._composer.choose(candidates, room, num_blocks, num_slots):
             self._advance_by(chosen, part)
 
@@ -302,7 +300,7 @@ class Scheduler:
         found: list[tuple[Request, int]] = []
         weighs = self._composer.weighs
         waits: list[Request] = []  # cannot enter yet
-        most = MAX_CANDIDATES if weighs else num_slots
+        most = min(MAX_CANDIDATES, max(MIN_CHOICE, num_slots)) if weighs else num_slots
         slots, left = num_slots, num_blocks  # what those found leave
         for request in self._composer.newcomers(self._line):
             if len(found) == most or num_slots < 1:
@@ -367,6 +365,12 @@ class Scheduler:
     @property
     def _free_slots(self) -> int:
         return self._max_running - len(self._running) - self._num_returning
+
+    @property
+    def _free_blocks(self) -> int:
+        """Available blocks, but for one that is left alone for each running request to grow; a newcomer brings its own
+        along, so one of them counts as free."""
+        return max(0, self._tables.pool.num_available - len(self._running) + 1)
 
     def _leader_done(self, request: Request) -> bool:
         """The choices of one prompt wait until the first has computed it, then find its blocks in the prefix index."""

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from shoal.core.classes import ServiceClass
-from shoal.core.request import Account, Request, State
+from shoal.core.request import Account, Request
 
 _order = attrgetter("order")
 _served = attrgetter("served_ns", "id")
@@ -61,7 +61,9 @@ class Line:
     def remove(self, request: Request) -> None:
         self.num_tokens -= request.known
         self.num_of_class[request.spec.service_class] -= 1
-        if request.served_ns >= 0:
+        if request.served_ns < 0:
+            self._fresh.remove(request)
+        else:
             _take_out(self._by_served[request.spec.service_class], request, _served)
 
     def _time(self, request: Request) -> None:
@@ -70,11 +72,10 @@ class Line:
     def stamp(self, now_ns: int) -> None:
         """Those that arrived since the last plan wait from now on, and as long as they had waited elsewhere."""
         for request in self._fresh:
-            if request.state is State.WAITING:
-                request.arrived_ns = request.served_ns = max(0, now_ns - request.spec.waited_ns)
-                if request.ttft_ns:
-                    request.token_due_ns = request.arrived_ns + request.ttft_ns
-                self._time(request)
+            request.arrived_ns = request.served_ns = max(0, now_ns - request.spec.waited_ns)
+            if request.ttft_ns:
+                request.token_due_ns = request.arrived_ns + request.ttft_ns
+            self._time(request)
         self._fresh = []
 
     def pressing(self, now_ns: int) -> list[Request]:
@@ -93,8 +94,9 @@ class Line:
         for line in self._by_served.values():
             assert line == sorted(line, key=_served), "the line is out of order"
         timed = sum(len(line) for line in self._by_served.values())
-        fresh = sum(request.state is State.WAITING for request in self._fresh)
-        assert timed + fresh == len(waiting), f"{timed} with a time and {fresh} without, of {len(waiting)}"
+        assert timed + len(self._fresh) == len(waiting), (
+            f"{timed} have a time, {len(self._fresh)} not, of {len(waiting)}"
+        )
 
     def longest_wait_ns(self, service_class: str, now_ns: int) -> int:
         line = self._by_served.get(service_class)
