@@ -103,8 +103,8 @@ def test_what_is_chosen_fits(choice) -> None:
     for instance in instances(200):
         before = instance.room.features
         chosen = choice(instance.candidates, instance.room, instance.num_blocks, instance.num_slots)
-        counts = {each.candidate.request.id: each.count for each in chosen}
-        assert len(counts) == len(chosen) and all(1 <= each.count <= each.candidate.need for each in chosen)
+        counts = {each.candidate.request.id: each.tokens for each in chosen}
+        assert len(counts) == len(chosen) and all(1 <= each.tokens <= each.candidate.need for each in chosen)
         fits = instance.allows(tuple(counts.get(each.request.id, 0) for each in instance.candidates))
         one_token = sum(counts.values()) == 1  # allowed whatever its time
         assert fits is not None or one_token

@@ -133,7 +133,7 @@ class Candidate(NamedTuple):
 
 class Chosen(NamedTuple):
     candidate: Candidate
-    count: int  # tokens, at least 1
+    tokens: int  # at least 1
 
 
 FEW = 12  # up to so many candidates more than one order is tried
@@ -165,7 +165,7 @@ def choose(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slo
         return _take([candidates[place] for place in order], copy(room), num_blocks, num_slots)
 
     best = taken(lambda place: candidates[place].value / sum(shares[place]))
-    whole = len(best) == len(candidates) and all(each.count == each.candidate.need for each in best)
+    whole = len(best) == len(candidates) and all(each.tokens == each.candidate.need for each in best)
     if whole or len(candidates) > FEW:
         return best
     keys: list[Callable[[int], float]] = [
@@ -178,7 +178,7 @@ def choose(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slo
 
 
 def worth(chosen: Iterable[Chosen]) -> float:
-    return sum([each.candidate.value * each.count / each.candidate.need for each in chosen])
+    return sum([each.candidate.value * each.tokens / each.candidate.need for each in chosen])
 
 
 def _take(order: Iterable[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:

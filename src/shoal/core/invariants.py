@@ -28,6 +28,7 @@ def check(scheduler: Scheduler) -> None:
         assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"
     scheduler._line.check()
     assert scheduler._promises.given == sum(r.demand for r in live.values()), "promises are counted wrongly"
+    assert scheduler._tokens_lost == sum(r.lost for r in waiting), "lost tokens are counted wrongly"
     _check_arrivals(scheduler)
     _check_leaves(scheduler._leaves, running)
     _check_flights(scheduler, live)

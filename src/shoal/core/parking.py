@@ -47,8 +47,9 @@ class Parking:
         tables = [request.blocks for request in self._leaving] + [held for op, _, held in self._ops if op.out]
         return sum([pool.num_sole(table) for table in tables])
 
-    def pays(self, request: Request) -> bool:
-        """Whether the KV of a victim should be kept: there is room, and it is back sooner than computed again."""
+    def pays(self, request: Request, tokens_lost: int) -> bool:
+        """Whether the KV of a victim should be kept: there is room, and it is back sooner than computed again, behind
+        the copies that wait and the `tokens_lost` that wait to be computed again."""
         num_blocks = self._num_blocks(request)
         if not num_blocks or num_blocks > self.host.num_free:
             return False
@@ -57,9 +58,16 @@ class Parking:
         if self._limits.preemption != "auto":
             return self._limits.preemption == "swap"
         ahead = sum([len(op.device_blocks) for op, _, _ in self._ops]) + sum(map(self._num_blocks, self._leaving))
-        swap_ns = (ahead + 2 * num_blocks) * self._limits.block_bytes * self._ns_per_byte
-        tokens = request.scheduled
-        return swap_ns <= self._cost.predict((0, tokens, attended_tokens(0, tokens), 1, tokens))
+        # While blocks are left the copy out goes on beside the steps of whom it makes way for.
+        ways = 1 if self._tables.pool.num_available >= num_blocks else 2
+        swap_ns = (ahead + ways * num_blocks) * self._limits.block_bytes * self._ns_per_byte
+        return swap_ns <= self._recompute_ns(request.scheduled) + self._recompute_ns(tokens_lost)
+
+    def _recompute_ns(self, tokens: int) -> int:
+        """In steps of their own, as long as they may be."""
+        base_ns = self._cost.predict((1, 0, 0, 0, 0))
+        tokens_ns = self._cost.predict((0, tokens, attended_tokens(0, tokens), 1, tokens))
+        return tokens_ns + base_ns * (tokens_ns // max(1, self._limits.max_step_ns - base_ns))
 
     def park(self, request: Request) -> None:
         """It has just left the batch and keeps its table until the copy is done."""

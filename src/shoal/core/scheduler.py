@@ -115,6 +115,7 @@ class Scheduler:
         self._num_accepted = 0
         self._prompt_tokens = self._generation_tokens = 0
         self._preemptions = self._parks = self._recomputed_tokens = 0
+        self._tokens_lost = 0  # of those that wait to be computed again
         self._ns_per_token = 1e6  # of a step, learned
         self._drain = (-1, 0)  # (newest applied step, predicted milliseconds)
 
@@ -285,6 +286,8 @@ class Scheduler:
         if not running and not newcomers:
             return
         leeway = Leeway(part.decodes if self._composer.weighs else (), self._now_ns, room.time_ns(), room.max_ns)
+        if self._composer.weighs:
+            leeway.leave_to(min([each.service.rank for each in (*running, *(one for one, _ in newcomers))]))
         candidates = [self._candidate(request, 0, leeway, room) for request in running]
         candidates += [self._candidate(request, blocks, leeway, room) for request, blocks in newcomers]
         num_slots, num_blocks = self._free_slots, self._free_blocks
@@ -346,7 +349,7 @@ class Scheduler:
             if self._tables.blocks_to_enter(request) > self._tables.pool.num_available:
                 return  # two newcomers counted on the same cached blocks
             part.admits.append(self._enter(request))
-        self._chunk(request, chosen.count, part)
+        self._chunk(request, chosen.tokens, part)
 
     def _chunk(self, request: Request, count: int, part: Part) -> None:
         """The next `count` tokens of a request that has all its ids, and a placeholder where they reach its end."""
@@ -391,7 +394,7 @@ class Scheduler:
         request.move(State.RUNNING)
         self._running[request.id] = request
         self._recomputed_tokens += max(0, request.lost - request.computed)
-        request.lost = 0
+        self._found_again(request)
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.computed, request.num_prompt)
             self._prompt_tokens += request.num_prompt
@@ -411,6 +414,10 @@ class Scheduler:
             spec.min_tokens,
             spec.stop_token_ids,
         )
+
+    def _found_again(self, request: Request) -> None:
+        self._tokens_lost -= request.lost
+        request.lost = 0
 
     def _return(self, request: Request) -> None:
         """A parked request gets its blocks, and its KV is copied into those that the prefix index does not have."""
@@ -562,7 +569,7 @@ class Scheduler:
         if len(soon) > coming:
             gain = self._tables.pool.num_sole
             for victim in victims.for_growth(soon, running, coming, gain, self._remaining):
-                if self._parking.pays(victim):
+                if self._parking.pays(victim, self._tokens_lost):
                     self._preempt(victim)
 
     def _num_coming(self) -> int:
@@ -586,7 +593,7 @@ class Scheduler:
     def _preempt(self, request: Request, keep: bool = True) -> None:
         """Out of the batch. Its tokens stay, those of steps in flight included; its KV goes to the host tier where that
         pays and `keep` allows it, or is computed again."""
-        parked = keep and self._parking.pays(request)
+        parked = keep and self._parking.pays(request, self._tokens_lost)
         self._leave_batch(request)
         self._yielded.append(request)
         self._preemptions += 1
@@ -599,6 +606,7 @@ class Scheduler:
         self._tables.leave(request, self._returned)
         request.move(State.WAITING)
         request.lost = lost
+        self._tokens_lost += lost
         request.scheduled = request.computed = 0
         self._line.add(request)
         self._events.append(Preempted(request.id, lost))
@@ -689,6 +697,7 @@ class Scheduler:
             self._tables.leave(request, self._returned)
         elif state is State.WAITING:
             self._line.remove(request)
+            self._found_again(request)
         elif state is State.RETURNING:
             self._num_returning -= 1
         self._parking.abandon(request, self._returned)

@@ -8,6 +8,7 @@ from shoal.core.request import NEVER_NS, Request
 
 MOST_URGENT = 4.0  # times as much as one that has all its time left
 STALL_TOKENS = 8  # after a preemption, so many token intervals are the time within which the next token is due
+NO_RANK = 1 << 30  # behind all
 LEAST_SHARE = 0.5  # chunks may add so much to a step of decodes, even where these are late already
 
 
@@ -35,12 +36,19 @@ class Leeway:
         """`decodes_ns`: the time of the step with the decodes alone."""
         self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
         self._max_ns = max_ns
+        self._first_rank = NO_RANK
         self._left_ns: dict[int, int] = {}  # by rank: until the first token of a decode of this rank is due
         for request in decodes:
             rank, left_ns = request.service.rank, request.token_due_ns - now_ns
             if left_ns < self._left_ns.get(rank, max_ns):
                 self._left_ns[rank] = left_ns
 
+    def leave_to(self, rank: int) -> None:
+        """A chunk of this rank is to be computed: the less urgent do not make its step longer."""
+        self._first_rank = rank
+
     def limit_ns(self, rank: int) -> int:
+        if rank > self._first_rank:
+            return self._least_ns
         left_ns = min([left for other, left in self._left_ns.items() if other <= rank], default=self._max_ns)
         return max(self._least_ns, min(left_ns, self._max_ns))
