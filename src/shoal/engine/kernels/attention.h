@@ -79,24 +79,39 @@ inline T* block_keys(const Attention& a, const Layer& layer, int block, int head
     return (T*)layer.kv + (size_t(block) * a.num_kv_heads + head) * 2 * a.block_tokens * a.head_size;
 }
 
+// What may be far away is asked for before it is needed.
+template <class T>
+inline void fetch(const T* values, int count) {
+    for (int i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(values + i);
+}
+
 // Keys and values of queries [first, end) of a span to their blocks, of one kv head.
 template <class T>
 void write(const Attention& a, const Step& step, const Layer& layer, const Write& part, int head) {
     constexpr int f = 4 / sizeof(T);
     const int D = a.head_size, g = a.group();
-    T key[kMaxHead];
+    const size_t width = a.row_values();
+    const T* const row = (const T*)layer.qkv + size_t(step.row[part.span] + part.first) * width;
+    const T* const key_row = row + (a.num_heads + head) * D;
+    const T* const value_row = key_row + a.num_kv_heads * D;
+    for (int i = 0; i < part.end - part.first; ++i) fetch(key_row + i * width, D), fetch(value_row + i * width, D);
+    alignas(64) T key[kMaxHead];
     for (int query = part.first; query < part.end; ++query) {
         const int position = step.start[part.span] + query, place = position % a.block_tokens;
-        const T* row = (const T*)layer.qkv + size_t(step.row[part.span] + query) * a.row_values();
-        const T* value = row + (a.num_heads + a.num_kv_heads + head) * D;
-        rotate(a, row + (a.num_heads + head) * D, (const T*)layer.k_norm, step.angles + size_t(position) * D, key);
+        const size_t at = (query - part.first) * width;
+        rotate(a, key_row + at, (const T*)layer.k_norm, step.angles + size_t(position) * D, key);
         const int block = step.table[size_t(part.span) * step.width + position / a.block_tokens];
         T* keys = block_keys<T>(a, layer, block, head);
-        T* values = keys + a.block_tokens * D + place / f * f * D + place % f;
+        T* values = keys + a.block_tokens * D + place / f * f * D;
         keys += place / g * g * D + place % g * f;
-        for (int d = 0; d < D; ++d) {
-            keys[d / f * f * g + d % f] = key[d];
-            values[d * f] = value[d];
+        for (int d = 0; d < D; d += f) std::memcpy(keys + d * g, key + d, sizeof(float));
+        const T* value = value_row + at;
+        if constexpr (f == 1) {
+            std::memcpy(values, value, D * sizeof(T));
+        } else {
+            const bool with_next = place % 2 == 0 && query + 1 < part.end, done = place % 2 && query > part.first;
+            for (int d = 0; d < D && with_next; d += 8) store_pairs(values + d * f, value + d, value + width + d);
+            for (int d = 0; d < D && !with_next && !done; ++d) values[d * f + place % f] = value[d];
         }
     }
 }
@@ -112,16 +127,15 @@ struct Result {
 
 // `into` becomes the result of both.
 inline void merge(const Attention& a, int num_lanes, Result into, Result next) {
+    const Floats one = load<Floats>(into.largest), other = load<Floats>(next.largest), largest = larger(one, other);
+    const Floats factor = exp2(one - largest), more_factor = exp2(other - largest);
+    store(into.largest, largest);
+    store(into.weight, load<Floats>(into.weight) * factor + load<Floats>(next.weight) * more_factor);
     for (int lane = 0; lane < num_lanes; ++lane) {
-        const float largest = std::max(into.largest[lane], next.largest[lane]);
-        const Floats shift = {into.largest[lane] - largest, next.largest[lane] - largest};
-        const Floats factor = exp2(shift);
-        into.largest[lane] = largest;
-        into.weight[lane] = into.weight[lane] * factor[0] + next.weight[lane] * factor[1];
         float* sums = into.sums + lane * a.head_size;
         const float* more = next.sums + lane * a.head_size;
         for (int d = 0; d < a.head_size; d += 16) {
-            store(sums + d, load<Floats>(sums + d) * factor[0] + load<Floats>(more + d) * factor[1]);
+            store(sums + d, load<Floats>(sums + d) * factor[lane] + load<Floats>(more + d) * more_factor[lane]);
         }
     }
 }
@@ -173,6 +187,9 @@ public:
 private:
     int position(int lane) const { return start + query[lane]; }
     size_t row(int lane) const { return step.row[task.span] + query[lane]; }
+    const T* query_of(int lane) const {
+        return (const T*)layer.qkv + row(lane) * a.row_values() + head[lane] * a.head_size;
+    }
     int lanes_of(int tile) const { return std::min(kLanes, num_lanes - tile * kLanes); }
     int last_position(int tile) const { return position(tile * kLanes + lanes_of(tile) - 1); }
 
@@ -187,8 +204,9 @@ private:
     }
 
     void load_queries() {
+        for (int lane = 0; lane < num_lanes; ++lane) fetch(query_of(lane), a.head_size);
         for (int lane = 0; lane < num_lanes; ++lane) {
-            const T* x = (const T*)layer.qkv + row(lane) * a.row_values() + head[lane] * a.head_size;
+            const T* x = query_of(lane);
             const float* angles = step.angles + size_t(position(lane)) * a.head_size;
             Operand* to = queries + lane * a.head_size;
             if constexpr (sizeof(T) == sizeof(Operand)) {
@@ -232,23 +250,27 @@ private:
     void attend(int chunk, int tile, Result result) {
         const int first = chunk * kChunk, num_tokens = padded(last_position(tile) + 1 - first);
         unit.scores(a, queries + tile * kLanes * a.head_size, pieces, num_tokens, scores);
+        const int lanes = lanes_of(tile);
         int seen[kLanes];
-        for (int lane = 0; lane < lanes_of(tile); ++lane) {
+        Floats found[kLanes];
+        for (int lane = 0; lane < lanes; ++lane) {
             seen[lane] = std::clamp(position(tile * kLanes + lane) + 1 - first, 0, num_tokens);
-            result.largest[lane] = find_largest(scores + lane * kChunk, seen[lane]);
+            found[lane] = find_largest(scores + lane * kChunk, seen[lane]);
         }
-        for (int lane = 0; lane < lanes_of(tile); ++lane) {
+        reduce_each(found, lanes, [](auto l, auto r) { return l > r ? l : r; }, result.largest);
+        for (int lane = 0; lane < lanes; ++lane) {
+            result.largest[lane] *= scale;
             const float shift = seen[lane] ? result.largest[lane] : 0;
-            Operand* to = weights + lane * kChunk;
-            result.weight[lane] = soften(scores + lane * kChunk, seen[lane], shift, num_tokens, to);
+            found[lane] = soften(scores + lane * kChunk, seen[lane], shift, num_tokens, weights + lane * kChunk);
         }
+        reduce_each(found, lanes, [](auto l, auto r) { return l + r; }, result.weight);
         unit.weigh(a, weights, pieces, num_tokens, result.sums);
     }
 
     static int num_vectors(int seen) { return (seen + 31) / 32 * 2; }
 
-    // Of the first scores; the others, as far as their vectors reach, become those of a weight 0.
-    float find_largest(float* s, int seen) const {
+    // Of the first scores, 16 candidates; the others, as far as their vectors reach, become those of a weight 0.
+    Floats find_largest(float* s, int seen) const {
         const Floats nothing = Floats{} - std::numeric_limits<float>::infinity();
         for (int i = seen; i < num_vectors(seen) * 16; ++i) s[i] = nothing[0];
         Floats low = nothing, high = nothing;
@@ -256,22 +278,22 @@ private:
             low = larger(low, load<Floats>(s + 16 * i));
             high = larger(high, load<Floats>(s + 16 * i + 16));
         }
-        return scale * reduce<16>(larger(low, high), [](auto l, auto r) { return l > r ? l : r; });
+        return larger(low, high);
     }
 
-    // Scores to weights; returns their sum.
-    float soften(const float* s, int seen, float shift, int num_tokens, Operand* p) const {
+    // Scores to weights; returns 16 parts of their sum.
+    Floats soften(const float* s, int seen, float shift, int num_tokens, Operand* p) const {
         Floats low = {}, high = {};
         for (int i = 0; i < num_vectors(seen); i += 2) {
-            const Floats first = exp2(load<Floats>(s + 16 * i) * scale - shift);
-            const Floats second = exp2(load<Floats>(s + 16 * i + 16) * scale - shift);
+            const Floats first = exp2<Unit::kPrecise>(load<Floats>(s + 16 * i) * scale - shift);
+            const Floats second = exp2<Unit::kPrecise>(load<Floats>(s + 16 * i + 16) * scale - shift);
             low += first;
             high += second;
             Unit::store(p + 16 * i, first, second);
         }
         const int done = num_vectors(seen) * 16;
         if (done < num_tokens) std::memset(p + done, 0, (num_tokens - done) * sizeof(Operand));
-        return reduce<16>(low + high, [](auto l, auto r) { return l + r; });
+        return low + high;
     }
 
     void finish(int tile, Result result) const {

@@ -9,7 +9,7 @@
 
 namespace shoal {
 
-constexpr int kLanes = 16, kTiles = 4, kChunk = 128, kMaxHead = 256, kMaxUnit = 32;
+constexpr int kLanes = 16, kTiles = 8, kChunk = 128, kMaxHead = 256, kMaxUnit = 32;
 
 enum Math : int { kFloat32 = 0, kBfloat16 = 1, kBfloat16Unit = 2 };
 
@@ -37,6 +37,7 @@ template <class T>
 struct Plain {
     using Value = T;
     using Operand = float;
+    static constexpr bool kPrecise = true;
     static constexpr int f = 4 / sizeof(T);
 
     Plain(const Attention&, int num_lanes) : num_lanes(num_lanes) {}
@@ -109,17 +110,18 @@ private:
 #if defined(SHOAL_LINEAR) && defined(__AMX_BF16__)
 #define SHOAL_ATTENTION_UNIT
 
-// On the matrix unit: lanes are rows of A, cells are rows of B. Scores use tiles 0 to 3, weighted sums 4 to 7.
+// On the matrix unit: lanes are rows of A, cells are rows of B. Tiles 0 to 3 are results, of as many columns as a group
+// has tokens; 4 and 5 are queries and keys, 6 and 7 weights and values.
 struct MatrixUnit {
     using Value = bf16;
     using Operand = bf16;
+    static constexpr bool kPrecise = false;  // weights are rounded to bfloat16
 
     MatrixUnit(const Attention& a, int num_lanes) : depth(a.head_size % 32 ? 16 : 32) {
         TileConfig config;
-        config.shape(0, num_lanes, a.group()), config.shape(1, num_lanes, a.group());
-        config.shape(2, num_lanes, depth / 2), config.shape(3, depth / 2, a.group());
-        config.shape(4, num_lanes, 16), config.shape(5, num_lanes, 16);
-        config.shape(6, num_lanes, a.unit() / 2), config.shape(7, a.unit() / 2, 16);
+        for (int result = 0; result < 4; ++result) config.shape(result, num_lanes, a.group());
+        config.shape(4, num_lanes, depth / 2), config.shape(5, depth / 2, a.group());
+        config.shape(6, num_lanes, a.unit() / 2), config.shape(7, a.unit() / 2, a.group());
         _tile_loadconfig(&config);
     }
     ~MatrixUnit() { _tile_release(); }
@@ -135,10 +137,10 @@ struct MatrixUnit {
 
     void weigh(const Attention& a, const bf16* p, const Pieces<bf16>& pieces, int num_tokens, float* sums) const {
         asm volatile("" ::: "memory");
-        const int num_units = num_tokens / a.unit();
+        const int num_units = num_tokens / a.unit(), g = a.group();
         int d = 0;
-        for (; d + 32 <= a.head_size; d += 32) weigh_of<2>(a, p, pieces, num_units, d, sums + d);
-        if (d < a.head_size) weigh_of<1>(a, p, pieces, num_units, d, sums + d);
+        for (; d + 4 * g <= a.head_size; d += 4 * g) weigh_of<4>(a, p, pieces, num_units, d, sums + d);
+        for (; d < a.head_size; d += g) weigh_of<1>(a, p, pieces, num_units, d, sums + d);
         asm volatile("" ::: "memory");
     }
 
@@ -147,41 +149,62 @@ struct MatrixUnit {
     }
 
 private:
+    template <int count>
+    static void zero() {
+        _tile_zero(0);
+        if constexpr (count >= 2) _tile_zero(1);
+        if constexpr (count == 4) {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+    }
+
+    template <int count>
+    static void store_results(float* to, int columns, int stride) {
+        _tile_stored(0, to, stride);
+        if constexpr (count >= 2) _tile_stored(1, to + columns, stride);
+        if constexpr (count == 4) {
+            _tile_stored(2, to + 2 * columns, stride);
+            _tile_stored(3, to + 3 * columns, stride);
+        }
+    }
+
     template <int groups>
     void scores_of(const Attention& a, const bf16* q, const bf16* const* keys, float* s) const {
         const int g = a.group();
-        _tile_zero(0);
-        if constexpr (groups == 2) _tile_zero(1);
+        zero<groups>();
         for (int d = 0; d < a.head_size; d += depth) {
-            _tile_loadd(2, q + d, a.head_size * 2);
-            _tile_loadd(3, keys[0] + d * g, g * 4);
-            _tile_dpbf16ps(0, 2, 3);
+            _tile_loadd(4, q + d, a.head_size * 2);
+            _tile_loadd(5, keys[0] + d * g, g * 4);
+            _tile_dpbf16ps(0, 4, 5);
             if constexpr (groups == 2) {
-                _tile_loadd(3, keys[1] + d * g, g * 4);
-                _tile_dpbf16ps(1, 2, 3);
+                _tile_loadd(5, keys[1] + d * g, g * 4);
+                _tile_dpbf16ps(1, 4, 5);
             }
         }
-        _tile_stored(0, s, kChunk * 4);
-        if constexpr (groups == 2) _tile_stored(1, s + g, kChunk * 4);
+        store_results<groups>(s, g, kChunk * 4);
     }
 
     template <int columns>
     void weigh_of(const Attention& a, const bf16* p, const Pieces<bf16>& pieces, int num_units, int d,
                   float* sums) const {
-        const int unit = a.unit(), stride = a.head_size * 4;
-        _tile_zero(4);
-        if constexpr (columns == 2) _tile_zero(5);
+        const int unit = a.unit(), stride = a.head_size * 4, g = a.group();
+        zero<columns>();
         for (int i = 0; i < num_units; ++i) {
+            const bf16* values = pieces.values[i] + d * 2;
             _tile_loadd(6, p + i * unit, kChunk * 2);
-            _tile_loadd(7, pieces.values[i] + d * 2, stride);
-            _tile_dpbf16ps(4, 6, 7);
-            if constexpr (columns == 2) {
-                _tile_loadd(7, pieces.values[i] + (d + 16) * 2, stride);
-                _tile_dpbf16ps(5, 6, 7);
+            _tile_loadd(7, values, stride);
+            _tile_dpbf16ps(0, 6, 7);
+            if constexpr (columns == 4) {
+                _tile_loadd(7, values + 2 * g, stride);
+                _tile_dpbf16ps(1, 6, 7);
+                _tile_loadd(7, values + 4 * g, stride);
+                _tile_dpbf16ps(2, 6, 7);
+                _tile_loadd(7, values + 6 * g, stride);
+                _tile_dpbf16ps(3, 6, 7);
             }
         }
-        _tile_stored(4, sums, stride);
-        if constexpr (columns == 2) _tile_stored(5, sums + 16, stride);
+        store_results<columns>(sums, g, stride);
     }
 
     int depth;
