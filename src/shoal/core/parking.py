@@ -20,6 +20,7 @@ from shoal.core.request import Request, State
 from shoal.core.stepcost import StepCost, attended_tokens
 from shoal.core.tables import BlockTables
 
+LOST_SHARE = 0.75  # of what waits to be computed again stands before a victim; the rest comes after it
 _LEARNED = 0.2  # weight of the newest copy in the rate
 
 
@@ -61,7 +62,7 @@ class Parking:
         # While blocks are left the copy out goes on beside the steps of whom it makes way for.
         ways = 1 if self._tables.pool.num_available >= num_blocks else 2
         swap_ns = (ahead + ways * num_blocks) * self._limits.block_bytes * self._ns_per_byte
-        return swap_ns <= self._recompute_ns(request.scheduled) + self._recompute_ns(tokens_lost)
+        return swap_ns <= self._recompute_ns(request.scheduled) + LOST_SHARE * self._recompute_ns(tokens_lost)
 
     def _recompute_ns(self, tokens: int) -> int:
         """In steps of their own, as long as they may be."""

@@ -54,10 +54,11 @@ from shoal.core.plan import (
 from shoal.core.request import NEVER_NS, Finish, Refusal, Request, RequestSpec, State
 from shoal.core.stepcost import Features, StepCost
 from shoal.core.tables import BlockTables
-from shoal.core.urgency import LEAST_SHARE, Leeway, worth
+from shoal.core.urgency import LEAST_SHARE, Hurry, Leeway, worth
 
 MIN_CHOICE, MAX_CANDIDATES = 16, 64  # of the waiting line, weighed in one plan
 MAX_HEADS = 8  # of the waiting line, for whom one plan makes way
+RESERVED = 32  # one of so many blocks is kept for more urgent newcomers
 AHEAD_STEPS = 4  # within so many steps a copy to the host should be done
 SHIELD_TOKENS = 32  # what a request that pressed gets before somebody more urgent may preempt it
 
@@ -99,6 +100,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._composer = COMPOSERS[limits.composer](limits, self._max_running)
         self._line = self._composer.make_line()
+        self._hurry = Hurry()
         self._running: dict[str, Request] = {}  # in the order in which steps serve them
         self._num_returning = 0  # hold a slot and blocks, and run when their copy is done
         self._flights: deque[Flight] = deque()
@@ -183,7 +185,8 @@ class Scheduler:
             return None
         self._now_ns = now_ns
         self._yielded = []
-        self._line.stamp(now_ns)
+        for request in self._line.stamp(now_ns):
+            self._hurry.arrived(request)
         pressing = self._pressing()
         crowded = self._make_way(pressing)
         if not crowded:
@@ -281,12 +284,12 @@ class Scheduler:
         if room.tokens_left < 1:
             return
         running = [each for each in behind if each.state is State.RUNNING]  # not preempted for the sake of this step
-        num_slots, num_blocks = self._free_slots, self._free_blocks
+        num_slots, num_blocks, weighs = self._free_slots, self._free_blocks, self._composer.weighs
         newcomers = [] if crowded or num_slots < 1 or num_blocks < 1 else self._newcomers(num_slots, num_blocks)
         if not running and not newcomers:
             return
-        leeway = Leeway(part.decodes if self._composer.weighs else (), self._now_ns, room.time_ns(), room.max_ns)
-        if self._composer.weighs:
+        leeway = Leeway(part.decodes if weighs else (), self._hurry, self._now_ns, room.time_ns(), room.max_ns)
+        if weighs:
             leeway.leave_to(min([each.service.rank for each in (*running, *(one for one, _ in newcomers))]))
         candidates = [self._candidate(request, 0, leeway, room) for request in running]
         candidates += [self._candidate(request, blocks, leeway, room) for request, blocks in newcomers]
@@ -312,6 +315,8 @@ class Scheduler:
                 continue
             ready = request.last_step <= self._returned and request not in self._yielded
             blocks = self._blocks_for(request) if ready else 0
+            if weighs and self._running and self._hurry.ttft_ns(request.service.rank, self._now_ns):
+                blocks += self.limits.num_blocks // RESERVED  # a more urgent one would have to wait for a copy
             ahead = [taken for other, taken in found if other.outranks(request)]
             if not ready or sum(ahead) + blocks > num_blocks or len(ahead) >= num_slots:
                 if not weighs or (ready and request.started):

@@ -8,8 +8,9 @@ from shoal.core.request import NEVER_NS, Request
 
 MOST_URGENT = 4.0  # times as much as one that has all its time left
 STALL_TOKENS = 8  # after a preemption, so many token intervals are the time within which the next token is due
+RECENT_NS = 10_000_000_000
 NO_RANK = 1 << 30  # behind all
-LEAST_SHARE = 0.5  # chunks may add so much to a step of decodes, even where these are late already
+LEAST_SHARE = 0.75  # chunks may add so much to a step of decodes, even where these are late already
 
 
 def worth(request: Request, now_ns: int, takes_ns: int) -> float:
@@ -28,12 +29,31 @@ def worth(request: Request, now_ns: int, takes_ns: int) -> float:
     return weight * (MOST_URGENT - (MOST_URGENT - 1.0) * min(1.0, slack_ns / max(1, horizon_ns)))
 
 
+class Hurry:
+    """More urgent requests that may come at any moment, since some came lately: what is kept ready for them."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}  # by rank: when one came last, and its TTFT target
+
+    def arrived(self, request: Request) -> None:
+        self._seen[request.service.rank] = (request.arrived_ns, request.ttft_ns or NEVER_NS)
+
+    def ttft_ns(self, rank: int, now_ns: int) -> int:
+        """The least target among classes above this rank; 0: none of them is to be expected."""
+        recent = [
+            ttft_ns for other, (came_ns, ttft_ns) in self._seen.items() if other < rank and now_ns - came_ns < RECENT_NS
+        ]
+        return min(recent, default=0)
+
+
 class Leeway:
     """How long the step may become for the sake of a chunk of a class: the tokens of decodes that are as urgent, or
-    more, stay in time."""
+    more, stay in time, and so does a more urgent request that may come meanwhile."""
 
-    def __init__(self, decodes: Iterable[Request], now_ns: int, decodes_ns: int, max_ns: int) -> None:
+    def __init__(self, decodes: Iterable[Request], hurry: Hurry, now_ns: int, decodes_ns: int, max_ns: int) -> None:
         """`decodes_ns`: the time of the step with the decodes alone."""
+        self._hurry = hurry
+        self._now_ns = now_ns
         self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
         self._max_ns = max_ns
         self._first_rank = NO_RANK
@@ -51,4 +71,6 @@ class Leeway:
         if rank > self._first_rank:
             return self._least_ns
         left_ns = min([left for other, left in self._left_ns.items() if other <= rank], default=self._max_ns)
+        if hurry_ns := self._hurry.ttft_ns(rank, self._now_ns):
+            left_ns = min(left_ns, hurry_ns // 2)
         return max(self._least_ns, min(left_ns, self._max_ns))

@@ -69,14 +69,15 @@ class Line:
     def _time(self, request: Request) -> None:
         insort(self._by_served.setdefault(request.spec.service_class, []), request, key=_served)
 
-    def stamp(self, now_ns: int) -> None:
-        """Those that arrived since the last plan wait from now on, and as long as they had waited elsewhere."""
+    def stamp(self, now_ns: int) -> list[Request]:
+        """Those that arrived since the last plan: they wait from now on, and as long as they had waited elsewhere."""
         for request in self._fresh:
             request.arrived_ns = request.served_ns = max(0, now_ns - request.spec.waited_ns)
             if request.ttft_ns:
                 request.token_due_ns = request.arrived_ns + request.ttft_ns
             self._time(request)
-        self._fresh = []
+        fresh, self._fresh = self._fresh, []
+        return fresh
 
     def pressing(self, now_ns: int) -> list[Request]:
         """Those that have waited for half of their bound."""
