@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from shoal.core import invariants, victims
 from shoal.core.admission import refuse
@@ -57,6 +58,7 @@ from shoal.core.tables import BlockTables
 from shoal.core.urgency import LEAST_SHARE, Hurry, Leeway, worth
 
 MIN_CHOICE, MAX_CANDIDATES = 16, 64  # of the waiting line, weighed in one plan
+MAX_LOOKS = 128  # at requests of the line, in one plan
 MAX_HEADS = 8  # of the waiting line, for whom one plan makes way
 RESERVED = 32  # one of so many blocks is kept for more urgent newcomers
 AHEAD_STEPS = 4  # within so many steps a copy to the host should be done
@@ -308,7 +310,7 @@ class Scheduler:
         waits: list[Request] = []  # cannot enter yet
         most = min(MAX_CANDIDATES, max(MIN_CHOICE, num_slots)) if weighs else num_slots
         slots, left = num_slots, num_blocks  # what those found leave
-        for request in self._composer.newcomers(self._line):
+        for request in islice(self._composer.newcomers(self._line), MAX_LOOKS if weighs else None):
             if len(found) == most or num_slots < 1:
                 break
             if not self._leader_done(request) or any(other.outranks(request) for other in waits):
@@ -317,7 +319,9 @@ class Scheduler:
             blocks = self._blocks_for(request) if ready else 0
             if weighs and self._running and self._hurry.ttft_ns(request.service.rank, self._now_ns):
                 blocks += self.limits.num_blocks // RESERVED  # a more urgent one would have to wait for a copy
-            ahead = [taken for other, taken in found if other.outranks(request)]
+            ahead: list[int] = []
+            if found and found[0][0].urgency < request.urgency:  # the line begins with the most urgent class
+                ahead = [taken for other, taken in found if other.outranks(request)]
             if not ready or sum(ahead) + blocks > num_blocks or len(ahead) >= num_slots:
                 if not weighs or (ready and request.started):
                     break  # nobody overtakes it
@@ -550,7 +554,7 @@ class Scheduler:
         worst = max([each.urgency for each in running])
         num_slots, num_blocks = self._free_slots, self._num_coming() - len(running) + 1
         gain, num_heads = self._tables.pool.num_sole, 0
-        for head in self._composer.newcomers(self._line):
+        for head in islice(self._composer.newcomers(self._line), MAX_LOOKS):
             if head in pressing or head.last_step > self._returned or not self._leader_done(head):
                 continue
             num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - self._blocks_for(head), num_heads + 1

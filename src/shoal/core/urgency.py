@@ -57,6 +57,7 @@ class Leeway:
         self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
         self._max_ns = max_ns
         self._first_rank = NO_RANK
+        self._limits_ns: dict[int, int] = {}
         self._left_ns: dict[int, int] = {}  # by rank: until the first token of a decode of this rank is due
         for request in decodes:
             rank, left_ns = request.service.rank, request.token_due_ns - now_ns
@@ -68,6 +69,12 @@ class Leeway:
         self._first_rank = rank
 
     def limit_ns(self, rank: int) -> int:
+        found = self._limits_ns.get(rank)
+        if found is None:
+            found = self._limits_ns[rank] = self._limit_ns(rank)
+        return found
+
+    def _limit_ns(self, rank: int) -> int:
         if rank > self._first_rank:
             return self._least_ns
         left_ns = min([left for other, left in self._left_ns.items() if other <= rank], default=self._max_ns)
