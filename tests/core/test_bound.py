@@ -179,13 +179,13 @@ def test_batch_work_gets_what_an_empty_system_would_give_when_the_peak_is_over()
     def tokens_per_s(peaks: bool) -> float:
         """Of batch requests, while none of another class is here; every other minute interactive load saturates the
         replica, or never."""
-        chance = random.Random(1)
-        replica = Replica(limits(), lambda plan: max(0.02, plan.predicted_ns / SECOND), lambda id: False)
+        chance, sizes = random.Random(1), random.Random(2)
+        replica = Replica(limits(num_blocks=400), lambda plan: max(0.02, plan.predicted_ns / SECOND), lambda id: False)
         number, tokens, time_ns = 0, 0, 0
         while replica.now_ns < 600 * SECOND:
             if sum(spec.service_class == "batch" for spec in replica.live.values()) < 20:
                 number += 1
-                replica.submit(requests(chance, "batch", number))
+                replica.submit(requests(sizes, "batch", number))
             if peaks and replica.now_ns // (60 * SECOND) % 2 == 0 and chance.random() < 0.5:
                 number += 1
                 replica.submit(requests(chance, "interactive", number))
