@@ -145,12 +145,12 @@ PHASES = (
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_kv_03_b_aborts_in_every_phase(runner: Runner, steps_in_flight: int) -> None:
-    """They come in sixes and four run at a time; every third is more urgent, and others are parked for it."""
+    """They come in sixes and four run at a time; every fourth is more urgent, and others are parked for it."""
     bench = Bench(runner, steps_in_flight, num_blocks=32, max_num_seqs=4, preemption="swap")
     aborted = dict.fromkeys(PHASES, 0)
     pending: dict[str, str] = {}  # request -> phase in which to abort it
-    for index, spec in enumerate(requests(600, longest=100, max_tokens=24)):
-        bench.submit(replace(spec, service_class="standard" if index % 3 else "interactive"))
+    for index, spec in enumerate(requests(1400, longest=100, max_tokens=24)):
+        bench.submit(replace(spec, service_class="standard" if index % 4 else "interactive"))
         phase = PHASES[index % len(PHASES)]
         pending[spec.id] = phase
         if phase == "queued":
