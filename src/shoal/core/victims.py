@@ -8,7 +8,7 @@ always ends. Who has nothing left to compute is no victim: its step in flight re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from shoal.core.request import Request
 
@@ -40,8 +40,14 @@ def for_urgent(
 ) -> list[Request]:
     """Who must go so that one that waits can enter, which lacks that many slots and blocks; nobody if that is not
     enough. Each that goes gives back a slot, its blocks, and the one block that was left alone for it to grow."""
-    able = [each for each in running if head.outranks(each) and each.known > each.shielded]
-    able = [each for each in able if each.scheduled < each.final]
+    rank = head.service.rank
+    able = [
+        each
+        for each in running
+        if (each.service.rank > rank or head.outranks(each))
+        and each.known > each.shielded
+        and each.scheduled < each.final
+    ]
     return _enough(in_order(able, remaining), num_slots, num_blocks, gain)
 
 
@@ -58,14 +64,14 @@ def for_bound(
     return _enough(in_order(able, remaining), num_slots, num_blocks, gain)
 
 
-def in_order(able: Iterable[Request], remaining: Remaining) -> list[Request]:
-    """The first one goes first."""
-    left = {each.id: remaining(each) for each in able}
-    return sorted(
-        able,
-        key=lambda each: (each.urgency, left[each.id] > FEW_LEFT, left[each.id], each.arrival, each.id),
-        reverse=True,
-    )
+def in_order(able: Iterable[Request], remaining: Remaining) -> Iterator[Request]:
+    """The first one goes first. Whoever is more urgent is not looked at before it is asked for."""
+    groups: dict[tuple[int, int], list[Request]] = {}
+    for each in able:
+        groups.setdefault(each.urgency, []).append(each)
+    for urgency in sorted(groups, reverse=True):
+        left = [(remaining(each), each.arrival, each.id, each) for each in groups[urgency]]
+        yield from [one[-1] for one in sorted(left, key=lambda one: (one[0] > FEW_LEFT, *one[:3]), reverse=True)]
 
 
 def _enough(candidates: Iterable[Request], num_slots: int, num_blocks: int, gain: Gain) -> list[Request]:
