@@ -110,7 +110,7 @@ class Report(Figures):
         return self.view.recomputed_tokens
 
     def step_met_ns(self) -> float:
-        """How long the step takes, on average, that is under way when somebody arrives: a long one is met more often."""
+        """Average time of the step that is under way when somebody arrives: a long one is met more often."""
         return sum([step * step for step in self.steps_ns]) / max(1, sum(self.steps_ns))
 
     def by_class(self) -> dict[str, Figures]:
