@@ -25,6 +25,8 @@ from shoal.wire import address, lifeline
 
 _HTTP_END_S = 1  # open answers get this long at the end
 
+_BACKLOG = 128
+
 log = logging.getLogger("shoal.controller")
 
 
@@ -43,6 +45,7 @@ async def _serve(config: ControllerConfig, listen: str, secret: bytes) -> None:
     hub = Hub(Registry(first_version=time.time_ns()))
     await hub.listen(listen, secret=secret, incarnation=secrets.token_hex(8))
     page = address.bind_tcp(config.host, config.port, option="--controller-port")
+    page.listen(_BACKLOG)  # from here on connections wait for the server instead of being refused
     url = address.http_url(*page.getsockname()[:2])
     server = _page_server(hub, url)
     loop = asyncio.get_running_loop()
