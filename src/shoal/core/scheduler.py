@@ -310,6 +310,7 @@ class Scheduler:
         waits: list[Request] = []  # cannot enter yet
         most = min(MAX_CANDIDATES, max(MIN_CHOICE, num_slots)) if weighs else num_slots
         slots, left = num_slots, num_blocks  # what those found leave
+        first = (NEVER_NS, 0)  # least urgency of those found
         for request in islice(self._composer.newcomers(self._line), MAX_LOOKS if weighs else None):
             if len(found) == most or num_slots < 1:
                 break
@@ -320,7 +321,7 @@ class Scheduler:
             if weighs and self._running and self._hurry.ttft_ns(request.service.rank, self._now_ns):
                 blocks += self.limits.num_blocks // RESERVED  # a more urgent one would have to wait for a copy
             ahead: list[int] = []
-            if found and found[0][0].urgency < request.urgency:  # the line begins with the most urgent class
+            if request.urgency > first:  # else none of them outranks it
                 ahead = [taken for other, taken in found if other.outranks(request)]
             if not ready or sum(ahead) + blocks > num_blocks or len(ahead) >= num_slots:
                 if not weighs or (ready and request.started):
@@ -328,6 +329,7 @@ class Scheduler:
                 waits = [request, *waits][:MAX_CANDIDATES]
             elif not self._parking.must_copy(request):
                 found.append((request, blocks))
+                first = min(first, request.urgency)
                 slots, left = slots - 1, left - blocks
             elif slots > 0 and blocks <= left:
                 self._return(request)
