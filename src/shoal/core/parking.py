@@ -38,10 +38,6 @@ class Parking:
         self._num_ops = 0
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._ops)
-
-    @property
     def num_leaving_blocks(self) -> int:
         """Device blocks that come back when copies to the host are done."""
         pool = self._tables.pool

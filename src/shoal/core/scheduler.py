@@ -127,10 +127,6 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._flights)
 
-    @property
-    def num_copies(self) -> int:
-        return self._parking.num_in_flight
-
     def submit(self, spec: RequestSpec, now_ns: int) -> Accepted | Refused:
         leader = self._requests.get(spec.leader) if spec.leader is not None else None
         refused = refuse(
