@@ -226,9 +226,9 @@ def test_blocks_that_all_requests_fill_in_one_step_are_found_a_few_a_step_and_no
         driver.scheduler.submit(RequestSpec(id=f"r{number}", prompt=prompt, max_tokens=3 if number == 39 else 5), 0)
     driver.step()
     driver.step()
-    assert len(driver.scheduler._tables.index) == 32
+    assert len(driver.scheduler._members.tables.index) == 32
     driver.step()  # the last one ends before its turn came: its block is entered as it leaves
-    assert len(driver.scheduler._tables.index) == 40
+    assert len(driver.scheduler._members.tables.index) == 40
     assert driver.scheduler.view().cached_blocks == 1
 
 

@@ -27,10 +27,9 @@ WHOLE = 10**9  # shares are counted in parts of this, so that what is given back
 class Promises:
     """How much of what the bounds allow is given away."""
 
-    def __init__(self, limits: Limits, cost: StepCost, num_slots: int) -> None:
+    def __init__(self, limits: Limits, cost: StepCost) -> None:
         self._limits = limits
         self._cost = cost
-        self._num_slots = num_slots
         least_ns = min(service.max_wait_s for service in limits.classes.values()) * 1e9
         self._blocking = int(4 * WHOLE * limits.turn_ns / least_ns)
         self.given = 0
@@ -40,7 +39,7 @@ class Promises:
         limits, final = self._limits, request.final
         in_a_step = self._cost.predict((0, 1, final, 1, final)) / limits.max_step_ns
         blocks = -(-final // limits.block_tokens) / limits.num_blocks
-        size = min(1.0, 1 / self._num_slots + blocks + in_a_step)
+        size = min(1.0, 1 / limits.max_running + blocks + in_a_step)
         return int(4 * WHOLE * size * limits.turn_ns / request.max_wait_ns) + 1
 
     def allow(self, request: Request) -> bool:

@@ -243,7 +243,7 @@ class Value:
 
     weighs = True
 
-    def __init__(self, limits: Limits, num_slots: int) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._classes = limits.classes
 
     def make_line(self) -> Line:
@@ -263,7 +263,7 @@ class FirstCome:
 
     weighs = False
 
-    def __init__(self, limits: Limits, num_slots: int) -> None: ...
+    def __init__(self, limits: Limits) -> None: ...
 
     def make_line(self) -> Line:
         return FirstComeLine()
@@ -284,9 +284,9 @@ class Static(FirstCome):
     ended is not computed further, and prompts of unlike lengths are not padded.
     """
 
-    def __init__(self, limits: Limits, num_slots: int) -> None:
-        super().__init__(limits, num_slots)
-        self._num_slots = num_slots
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self._num_slots = limits.max_running
         self._batch: list[Request] = []
 
     def newcomers(self, line: Iterable[Request]) -> Iterable[Request]:
@@ -311,4 +311,4 @@ class Static(FirstCome):
             assert request in self._batch, f"{request.id} runs outside of the batch"
 
 
-COMPOSERS: dict[str, Callable[[Limits, int], Composer]] = {"value": Value, "fcfs": FirstCome, "static": Static}
+COMPOSERS: dict[str, Callable[[Limits], Composer]] = {"value": Value, "fcfs": FirstCome, "static": Static}

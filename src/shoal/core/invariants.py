@@ -8,29 +8,30 @@ from typing import TYPE_CHECKING
 from shoal.core.request import Request, State
 
 if TYPE_CHECKING:
+    from shoal.core.members import Members
     from shoal.core.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler) -> None:
     """AssertionError where an invariant is broken. Linear in blocks ever used: for tests, not for every step."""
-    running, waiting = scheduler._running, list(scheduler._line)
-    parking = scheduler._parking
-    scheduler._tables.check(running.values(), parking.device_tables(), scheduler._returned, scheduler._step)
+    members = scheduler._members
+    running, waiting, parking = members.running, list(members.line), members.parking
+    members.tables.check(running.values(), parking.device_tables(), members.returned, scheduler._step)
     parking.check(waiting)
     live = {request.id: request for request in (*waiting, *parking.requests())} | running
     assert live == scheduler._requests, f"lost or kept too long: {live.keys() ^ scheduler._requests.keys()}"
-    assert len(running) + scheduler._num_returning <= scheduler._max_running, f"{len(running)} requests run"
-    assert scheduler._num_returning == sum(r.state is State.RETURNING for r in parking.requests()), "returning"
+    assert len(running) + members.num_returning <= scheduler.limits.max_running, f"{len(running)} requests run"
+    assert members.num_returning == sum(r.state is State.RETURNING for r in parking.requests()), "returning"
     for request in running.values():
         assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
     scheduler._composer.check(running.values())
     for request in waiting:
         assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"
-    scheduler._line.check()
+    members.line.check()
     assert scheduler._promises.given == sum(r.demand for r in live.values()), "promises are counted wrongly"
-    assert scheduler._tokens_lost == sum(r.lost for r in waiting), "lost tokens are counted wrongly"
-    _check_arrivals(scheduler)
-    _check_leaves(scheduler._leaves, running)
+    assert members.tokens_lost == sum(r.lost for r in waiting), "lost tokens are counted wrongly"
+    _check_arrivals(members)
+    _check_leaves(members.leaves, running)
     _check_flights(scheduler, live)
     for request in live.values():
         request.check(scheduler.limits.block_tokens)
@@ -47,7 +48,7 @@ def _check_leaves(leaves: list[str], running: dict[str, Request]) -> None:
 
 def _check_flights(scheduler: Scheduler, live: dict[str, Request]) -> None:
     steps = [flight.step for flight in scheduler._flights]
-    expected = list(range(scheduler._returned + 1, scheduler._step + 1))
+    expected = list(range(scheduler._members.returned + 1, scheduler._step + 1))
     assert steps == expected, f"steps in flight are {steps}, not {expected}"
     planned: dict[int, int] = {}
     for flight in scheduler._flights:
@@ -58,7 +59,7 @@ def _check_flights(scheduler: Scheduler, live: dict[str, Request]) -> None:
         assert count == request.placeholders, f"{request.id}: {request.placeholders} placeholders, {count} in flight"
 
 
-def _check_arrivals(scheduler: Scheduler) -> None:
-    for request in scheduler._arrivals:
-        assert scheduler._running.get(request.id) is request, f"{request.id} has arrived and does not run"
-        assert request.id not in scheduler._leaves, f"{request.id} has arrived and leaves"
+def _check_arrivals(members: Members) -> None:
+    for request in members.arrivals:
+        assert members.running.get(request.id) is request, f"{request.id} has arrived and does not run"
+        assert request.id not in members.leaves, f"{request.id} has arrived and leaves"

@@ -46,6 +46,11 @@ class Limits:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
 
     @property
+    def max_running(self) -> int:
+        """Requests in the batch: each of them gets its token in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
     def turn_ns(self) -> int:
         """Longest time from the moment a request must be served to the plan that can do it: steps in flight return."""
         return (self.max_steps_in_flight + 1) * self.max_step_ns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from shoal.core.request import NEVER_NS, Request
 
@@ -50,19 +50,15 @@ class Leeway:
     """How long the step may become for the sake of a chunk of a class: the tokens of decodes that are as urgent, or
     more, stay in time, and so does a more urgent request that may come meanwhile."""
 
-    def __init__(self, decodes: Iterable[Request], hurry: Hurry, now_ns: int, decodes_ns: int, max_ns: int) -> None:
+    def __init__(self, decodes: Sequence[Request], hurry: Hurry, now_ns: int, decodes_ns: int, max_ns: int) -> None:
         """`decodes_ns`: the time of the step with the decodes alone."""
+        self._decodes = decodes
         self._hurry = hurry
         self._now_ns = now_ns
         self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
         self._max_ns = max_ns
         self._first_rank = NO_RANK
         self._limits_ns: dict[int, int] = {}
-        self._left_ns: dict[int, int] = {}  # by rank: until the first token of a decode of this rank is due
-        for request in decodes:
-            rank, left_ns = request.service.rank, request.token_due_ns - now_ns
-            if left_ns < self._left_ns.get(rank, max_ns):
-                self._left_ns[rank] = left_ns
 
     def leave_to(self, rank: int) -> None:
         """A chunk of this rank is to be computed: the less urgent do not make its step longer."""
@@ -77,7 +73,8 @@ class Leeway:
     def _limit_ns(self, rank: int) -> int:
         if rank > self._first_rank:
             return self._least_ns
-        left_ns = min([left for other, left in self._left_ns.items() if other <= rank], default=self._max_ns)
+        due_ns = min([each.token_due_ns for each in self._decodes if each.service.rank <= rank], default=NEVER_NS)
+        left_ns = due_ns - self._now_ns
         if hurry_ns := self._hurry.ttft_ns(rank, self._now_ns):
             left_ns = min(left_ns, hurry_ns // 2)
         return max(self._least_ns, min(left_ns, self._max_ns))

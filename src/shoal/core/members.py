@@ -1,0 +1,189 @@
+"""Who waits, who runs, who is on the way, and the moves between them. What moves whom is decided elsewhere.
+
+waiting line ──enter──► running ──preempt──► waiting line       its KV is computed again,
+                           ▲  └────preempt──► (parking.py) ──copied──► waiting line     or kept in the host tier
+                           └──copied── returning ◄──bring── waiting line
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from shoal.core.lengths import Lengths
+from shoal.core.limits import Limits
+from shoal.core.parking import Parking
+from shoal.core.plan import Admit, ClassView, Copied, Event, KvOp, Parked, Preempted, Resumed, Started
+from shoal.core.request import NEVER_NS, Request, State
+from shoal.core.stepcost import StepCost
+from shoal.core.tables import BlockTables
+from shoal.core.waiting import Line
+
+
+class Members:
+    def __init__(self, limits: Limits, cost: StepCost, line: Line) -> None:
+        self.limits = limits
+        self.line = line
+        self.tables = BlockTables(limits)
+        self.parking = Parking(limits, self.tables, cost)
+        self.lengths = Lengths()
+        self.running: dict[str, Request] = {}  # in the order in which steps serve them
+        self.num_returning = 0  # hold a slot and blocks, and run when their copy is done
+        self.leaves: list[str] = []  # requests that the runner still knows and must forget
+        self.arrivals: list[Request] = []  # run again after a copy; the runner does not know them yet
+        self.ops: list[KvOp] = []  # copies that the next plan starts
+        self.yielded: list[Request] = []  # preempted by the plan that is being made
+        self.events: list[Event] = []  # of plan(), told by the next apply()
+        self.now_ns = 0
+        self.returned = 0  # newest step that was applied
+        self.prompt_tokens = 0
+        self.preemptions = self.parks = self.recomputed_tokens = 0
+        self.tokens_lost = 0  # of those that wait to be computed again
+
+    @property
+    def free_slots(self) -> int:
+        return self.limits.max_running - len(self.running) - self.num_returning
+
+    @property
+    def free_blocks(self) -> int:
+        """Available blocks, but for one that is left alone for each running request to grow; a newcomer brings its own
+        along, so one of them counts as free."""
+        return max(0, self.tables.pool.num_available - len(self.running) + 1)
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks that are available now, or will be without anyone's help when steps and copies in flight are done."""
+        return self.tables.num_coming(self.running.values()) + self.parking.num_leaving_blocks
+
+    def remaining(self, request: Request) -> int:
+        """Predicted output tokens that are still to come."""
+        spec, known = request.spec, request.known
+        return self.lengths.remaining(
+            spec.service_class, spec.tenant, known - request.num_prompt, request.limit - known
+        )
+
+    def leader_done(self, request: Request) -> bool:
+        """The choices of one prompt wait until the first has computed it, then find its blocks in the prefix index."""
+        leader = request.leader
+        if leader is not None and leader.state is not State.FINISHED and leader.computed < leader.num_prompt:
+            return False
+        request.leader = None
+        return True
+
+    # -- into the batch ------------------------------------------------------------------------------------------------
+
+    def enter(self, request: Request) -> Admit:
+        """From the line into the batch, with blocks for all its known tokens."""
+        self.line.remove(request)
+        self.tables.enter(request)
+        self.parking.drop(request)
+        waited_ns = self.now_ns - request.served_ns
+        self.events.append((Resumed if request.started else Started)(request.id, waited_ns))
+        request.started = True
+        request.move(State.RUNNING)
+        self.running[request.id] = request
+        self.recomputed_tokens += max(0, request.lost - request.computed)
+        self.found_again(request)
+        if request.cached_tokens < 0:
+            request.cached_tokens = min(request.computed, request.num_prompt)
+            self.prompt_tokens += request.num_prompt
+        return admit(request)
+
+    def bring(self, request: Request) -> None:
+        """A parked request gets its blocks, and its KV is copied into those that the prefix index does not have."""
+        self.line.remove(request)
+        self.tables.enter(request)
+        self.ops.append(self.parking.bring(request))
+        self.num_returning += 1
+
+    def copied(self, done: Iterable[Copied], now_ns: int) -> None:
+        """Copies that are done, in the order of their numbers. ValueError: another one was due."""
+        for each in done:
+            request = self.parking.done(each)
+            if request.state is State.WAITING:
+                self.line.add(request)
+            elif request.state is State.RUNNING:
+                self.num_returning -= 1
+                self.events.append(Resumed(request.id, now_ns - request.served_ns))
+                self.running[request.id] = request
+                self.arrivals.append(request)  # the next plan makes it known to the runner
+                request.token_due_ns = now_ns + request.tpot_ns if request.tpot_ns else NEVER_NS
+
+    # -- out of it -----------------------------------------------------------------------------------------------------
+
+    def preempt(self, request: Request, keep: bool = True) -> None:
+        """Its tokens stay, those of steps in flight included; its KV goes to the host tier where that pays and `keep`
+        allows it, or is computed again."""
+        parked = keep and self.parking.pays(request, self.tokens_lost)
+        self._leave_batch(request)
+        self.yielded.append(request)
+        self.preemptions += 1
+        if parked:
+            self.parks += 1
+            self.parking.park(request)
+            self.events.append(Parked(request.id))
+            return
+        lost = request.computed
+        self.tables.leave(request, self.returned)
+        request.move(State.WAITING)
+        request.lost = lost
+        self.tokens_lost += lost
+        request.scheduled = request.computed = 0
+        self.line.add(request)
+        self.events.append(Preempted(request.id, lost))
+
+    def end(self, request: Request) -> None:
+        """For good, wherever it is. What steps or copies in flight hold comes back when these are done."""
+        state = request.state
+        if state is State.RUNNING:
+            self._leave_batch(request)
+            self.tables.leave(request, self.returned)
+        elif state is State.WAITING:
+            self.line.remove(request)
+            self.found_again(request)
+        elif state is State.RETURNING:
+            self.num_returning -= 1
+        self.parking.abandon(request, self.returned)
+        request.move(State.FINISHED)
+        self.line.ended(request)
+
+    def _leave_batch(self, request: Request) -> None:
+        del self.running[request.id]
+        if request in self.arrivals:
+            self.arrivals.remove(request)  # the runner never heard of it
+        else:
+            self.leaves.append(request.id)
+
+    def found_again(self, request: Request) -> None:
+        self.tokens_lost -= request.lost
+        request.lost = 0
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def classes(self) -> dict[str, ClassView]:
+        running = Counter([request.spec.service_class for request in self.running.values()])
+        line, parked = self.line, self.parking.num_of_class
+        return {
+            name: ClassView(
+                running[name],
+                line.num_live[name] - running[name],
+                parked[name],
+                line.longest_wait_ns(name, self.now_ns),
+            )
+            for name in self.limits.classes
+        }
+
+
+def admit(request: Request) -> Admit:
+    spec = request.spec
+    return Admit(
+        request.id,
+        tuple(request.tokens),
+        request.num_prompt,
+        request.computed,
+        tuple(request.blocks),
+        spec.sampling,
+        spec.choice,
+        spec.min_tokens,
+        spec.stop_token_ids,
+    )

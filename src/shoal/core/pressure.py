@@ -1,0 +1,76 @@
+"""When blocks or slots are short: who goes (victims.py), for somebody more urgent or so that others grow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+from shoal.core import victims
+from shoal.core.members import Members
+from shoal.core.request import Request, State
+
+MAX_LOOKS = 128  # at requests of the line, in one plan
+MAX_HEADS = 8  # of the waiting line, for whom one plan makes way
+AHEAD_STEPS = 4  # within so many steps a copy to the host should be done
+
+
+def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Collection[Request]) -> None:
+    """Preempts for the first in line where less urgent requests are in their way."""
+    running = members.running.values()
+    if not running or not members.line:
+        return
+    worst = max([each.urgency for each in running])
+    num_slots, num_blocks = members.free_slots, members.num_coming - len(running) + 1
+    gain, num_heads = members.tables.pool.num_sole, 0
+    for head in islice(newcomers, MAX_LOOKS):
+        if head in pressing or head.last_step > members.returned or not members.leader_done(head):
+            continue
+        num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - blocks_for(members, head), num_heads + 1
+        if head.urgency >= worst or num_heads > MAX_HEADS:
+            return
+        if num_slots < 0 or num_blocks < 0:
+            chosen = victims.for_urgent(head, running, -num_slots, -num_blocks, gain, members.remaining)
+            if not chosen:
+                return
+            for victim in chosen:
+                num_slots, num_blocks = num_slots + 1, num_blocks + gain(victim.blocks) + 1
+                members.preempt(victim)
+
+
+def blocks_for(members: Members, request: Request) -> int:
+    """Blocks that must be available before the request enters: for its known tokens, and one for it to grow. Who had
+    to go before comes back when there is room for all that it is predicted to need."""
+    blocks = members.tables.blocks_to_enter(request) + 1
+    if request.started and members.running:
+        size = members.limits.block_tokens
+        end = min(request.final, request.known + members.remaining(request))
+        blocks += max(0, -(-end // size) - -(-request.known // size))
+    return blocks
+
+
+def park_ahead(members: Members) -> None:
+    """A copy takes a few steps: whose blocks others will need by then is parked now, not when all wait for them."""
+    running, pool = members.running.values(), members.tables.pool
+    if not members.limits.num_host_blocks or pool.num_available >= len(running):
+        return
+    soon = [each for each in running if each.capacity - each.scheduled < AHEAD_STEPS and each.capacity < each.final]
+    coming = members.num_coming
+    if len(soon) > coming:
+        for victim in victims.for_growth(soon, running, coming, pool.num_sole, members.remaining):
+            if members.parking.pays(victim, members.tokens_lost):
+                members.preempt(victim)
+
+
+def find_blocks(members: Members, decodes: list[Request], spared: Collection[Request]) -> list[Request]:
+    """Those of `decodes` that have a block for their token. Where blocks are short, others are preempted, or left out
+    of this step since blocks will come back with a step or a copy in flight."""
+    pool = members.tables.pool
+    growing = [request for request in decodes if request.scheduled == request.capacity]
+    if len(growing) <= pool.num_available:
+        return decodes
+    able = [each for each in members.running.values() if each not in spared]
+    for victim in victims.for_growth(growing, able, members.num_coming, pool.num_sole, members.remaining):
+        members.preempt(victim)
+    growing = sorted([each for each in growing if each.state is State.RUNNING], key=lambda each: each.order)
+    left_out = growing[pool.num_available :]
+    return [each for each in decodes if each.state is State.RUNNING and each not in left_out]
