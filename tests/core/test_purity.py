@@ -14,7 +14,7 @@ PURE = sorted(path for package in ("core", "fleet") for path in (SRC / "shoal" /
 
 # What a decision may use. Anything else that turns out to be needed is added here after a thought.
 ALLOWED = {
-    "__future__", "abc", "bisect", "collections", "copy", "dataclasses",
+    "__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses",
     "enum", "functools", "hashlib", "heapq", "itertools",
     "math", "operator", "re", "struct", "typing", "shoal.core", "shoal.fleet",
 }  # fmt: skip

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shoal.core.kv.hashing import block_key
+from shoal.core.kv.news import DEVICE, KvEvent
 
 
 class Entry:
@@ -62,6 +63,7 @@ class PrefixIndex:
         self._by_key: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}
         self.collisions = 0
+        self.news: list[KvEvent] | None = None  # not taken yet; None: nobody takes any
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -110,8 +112,23 @@ class PrefixIndex:
             by_key[key] = self._by_block[tail.block] = tail
             chain.tail = tail
             chain.num_entries = index + 1
+            if self.news is not None:
+                self.tell(tail, DEVICE, stored=True)
 
     def remove(self, entry: Entry) -> None:
         """The block is given to someone else."""
         entry.live = False
         del self._by_key[entry.key], self._by_block[entry.block]
+        if self.news is not None:
+            self.tell(entry, DEVICE, stored=False)
+
+    def take_news(self) -> list[KvEvent]:
+        """What was stored and dropped since the call before, in order. From the first call on, which brings nothing."""
+        news, self.news = self.news, []
+        return news or []
+
+    def tell(self, entry: Entry, tier: int, *, stored: bool) -> None:
+        """Only where somebody takes the news."""
+        assert self.news is not None
+        parent = entry.parent
+        self.news.append(KvEvent(entry.key, parent.key if isinstance(parent, Entry) else b"", tier, stored))
