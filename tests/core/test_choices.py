@@ -94,7 +94,7 @@ def test_for_urgent_only_less_urgent_ones_go_and_only_if_that_is_enough(
     num_slots: int, num_blocks: int, chosen: list[str]
 ) -> None:
     running = [request("a", 1, 5), request("b", 2, 5), request("c", 3, 1)]
-    found = victims.for_urgent(request("h", 4, 1), running, num_slots, num_blocks, len, left)
+    found = victims.for_urgent(request("h", 4, 1), victims.in_order(running, left), num_slots, num_blocks, len)
     assert [each.id for each in found] == chosen
 
 

@@ -20,16 +20,21 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
     if not running or not members.line:
         return
     worst = max([each.urgency for each in running])
-    num_slots, num_blocks = members.free_slots, members.num_coming - len(running) + 1
-    gain, num_heads = members.tables.pool.num_sole, 0
+    gain = members.tables.pool.num_sole
+    candidates = victims.InOrder(
+        (r for r in running if r.known > r.shielded and r.scheduled < r.final), members.remaining
+    )
+    num_slots, num_blocks, num_heads = members.free_slots, 0, 0
     for head in islice(newcomers, MAX_LOOKS):
         if head in pressing or head.last_step > members.returned or not members.leader_done(head):
             continue
-        num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - blocks_for(members, head), num_heads + 1
-        if head.urgency >= worst or num_heads > MAX_HEADS:
+        if head.urgency >= worst or num_heads == MAX_HEADS:
             return
+        if not num_heads:
+            num_blocks = members.num_coming - len(running) + 1
+        num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - blocks_for(members, head), num_heads + 1
         if num_slots < 0 or num_blocks < 0:
-            chosen = victims.for_urgent(head, running, -num_slots, -num_blocks, gain, members.remaining)
+            chosen = victims.for_urgent(head, candidates, -num_slots, -num_blocks, gain)
             if not chosen:
                 return
             for victim in chosen:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from shoal.core.request import Request
+from shoal.core.request import Request, State
 
 FEW_LEFT = 32  # tokens
 
@@ -36,19 +36,14 @@ def for_growth(
 
 
 def for_urgent(
-    head: Request, running: Iterable[Request], num_slots: int, num_blocks: int, gain: Gain, remaining: Remaining
+    head: Request, candidates: Iterable[Request], num_slots: int, num_blocks: int, gain: Gain
 ) -> list[Request]:
     """Who must go so that one that waits can enter, which lacks that many slots and blocks; nobody if that is not
-    enough. Each that goes gives back a slot, its blocks, and the one block that was left alone for it to grow."""
+    enough. Each that goes gives back a slot, its blocks, and the one block that was left alone for it to grow.
+    `candidates`: InOrder of those that may be preempted for somebody more urgent."""
     rank = head.service.rank
-    able = [
-        each
-        for each in running
-        if (each.service.rank > rank or head.outranks(each))
-        and each.known > each.shielded
-        and each.scheduled < each.final
-    ]
-    return _enough(in_order(able, remaining), num_slots, num_blocks, gain)
+    able = (each for each in candidates if each.service.rank > rank or head.outranks(each))
+    return _enough(able, num_slots, num_blocks, gain)
 
 
 def for_bound(
@@ -70,8 +65,23 @@ def in_order(able: Iterable[Request], remaining: Remaining) -> Iterator[Request]
     for each in able:
         groups.setdefault(each.urgency, []).append(each)
     for urgency in sorted(groups, reverse=True):
-        left = [(remaining(each), each.arrival, each.id, each) for each in groups[urgency]]
-        yield from [one[-1] for one in sorted(left, key=lambda one: (one[0] > FEW_LEFT, *one[:3]), reverse=True)]
+        left = [((num := remaining(each)) > FEW_LEFT, num, each.arrival, each) for each in groups[urgency]]
+        left.sort(reverse=True)  # arrivals differ
+        yield from [one[-1] for one in left]
+
+
+class InOrder:
+    """The same order, for several to choose from: worked out as far as one of them looks. Who went meanwhile is out."""
+
+    def __init__(self, able: Iterable[Request], remaining: Remaining) -> None:
+        self._seen: list[Request] = []
+        self._more = in_order(able, remaining)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from [each for each in self._seen if each.state is State.RUNNING]
+        for each in self._more:
+            self._seen.append(each)
+            yield each
 
 
 def _enough(candidates: Iterable[Request], num_slots: int, num_blocks: int, gain: Gain) -> list[Request]:
