@@ -1,6 +1,7 @@
 """Every message between processes: length-prefixed msgpack, schema-checked on arrival; a bad one ends the connection.
 
-Who dials whom: gateways dial engines; engines and gateways dial the controller. The side that listens speaks first:
+Who dials whom: gateways dial engines; engines and gateways dial the controller; an engine that wants blocks dials the
+engine that has them. The side that listens speaks first:
 
     listener: Challenge     dialler: Hello     listener: Welcome | Rejected     then freely, both ways
 """
@@ -138,6 +139,67 @@ class Announce(Message, frozen=True, tag="announce"):
     predicted_ns: int
 
 
+# -- engine → engine that has blocks (engine/transfer/fetch.py → lend.py) ----------------------------------------------
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """The one question of a connection: for blocks by their keys, or for those of a stream as they fill.
+
+    KeepAlive follows each second; an owner that hears nothing for 5 s, or whose connection ends, lends no longer.
+    """
+
+    incarnation: str  # of the engine that is believed to have them; another one declines
+    keys: tuple[bytes, ...] = ()
+    stream: str = ""
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """A piece was read, so its place may be filled again. In the order of pieces."""
+
+    number: int
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Nothing more is wanted."""
+
+    num_good: int  # blocks from the first on that came whole and as they should
+
+
+# -- engine that has blocks → engine -----------------------------------------------------------------------------------
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """These blocks are lent from here on."""
+
+    num_blocks: int  # of those asked for, from the first on; of a stream: 0, nobody knows yet
+    num_layers: int
+    block_bytes: int
+    doors: dict[str, bytes]  # ways to read the owner's window, by name of transport
+
+
+class Declined(Message, frozen=True, tag="declined"):
+    """Nothing is lent, or no longer."""
+
+    reason: str
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Layers [first_layer, first_layer + num_layers) of one block, one behind the other."""
+
+    index: int  # of the block among those asked for, or in the stream
+    first_layer: int
+    num_layers: int
+    digest: bytes  # of these bytes (engine/transfer/digest.py)
+
+
+class Piece(Message, frozen=True, tag="piece"):
+    """Parts that lie one behind the other in the owner's window, in the piece's place, until they are taken."""
+
+    number: int  # from 0 on; its place follows from it (engine/transfer/transport.py)
+    parts: tuple[Part, ...]
+    last: bool = False  # all there is was lent
+
+
 # -- engine, gateway, supervisor ↔ controller --------------------------------------------------------------------------
 
 
@@ -187,5 +249,5 @@ class Members(Message, frozen=True, tag="members"):
     replicas: tuple[Replica, ...]
 
 
-ToListener = Hello | Submit | Abort | KeepAlive | Register | Report
-ToDialler = Challenge | Welcome | Rejected | Frame | Announce | Members
+ToListener = Hello | Submit | Abort | KeepAlive | Ask | Taken | Release | Register | Report
+ToDialler = Challenge | Welcome | Rejected | Frame | Announce | Offer | Declined | Piece | Members
