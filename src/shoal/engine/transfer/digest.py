@@ -17,10 +17,10 @@ Block = NDArray[np.uint8] | memoryview | bytearray | bytes  # of a torch tensor:
 
 
 def digest(block: Block) -> bytes:
-    """From any thread: `update` gives Python's lock back while it computes, as of 100 KB. BufferError where the bytes are
-    not in one piece."""
-    hasher = (
-        xxhash.xxh3_128()
-    )
+    """From any thread: `update` gives Python's lock back while it computes, as of 100 KB.
+
+    BufferError where the bytes are not in one piece.
+    """
+    hasher = xxhash.xxh3_128()
     hasher.update(block.data if isinstance(block, np.ndarray) else block)
     return hasher.digest()
