@@ -18,6 +18,7 @@ class Part:
         self.decodes: list[Request] = []
         self.slices: list[Slice] = []  # of the decodes
         self.chunks: list[tuple[Request, Slice]] = []
+        self.wanted_ns = 0  # the step's time with all decodes, were none left out
         self._members = members
         self._now_ns = members.now_ns
 

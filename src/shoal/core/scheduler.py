@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from shoal.core import invariants, pressing, pressure
 from shoal.core.admission import refuse
@@ -156,7 +157,7 @@ class Scheduler:
                 [each for each in group if each.state is State.RUNNING and each.last_step != part.step]
                 for group in (decodes, behind)
             )
-        full = self._decode_all(decodes, part)
+        full = self._decode_all(decodes, behind, part)
         if not full:
             self._take_chunks(behind, part, crowded)
         ops = members.ops + members.parking.start_leaving(members.returned)
@@ -178,11 +179,12 @@ class Scheduler:
         predicted_ns = self.cost.predict(features) if slices else 0
         return StepPlan(part.step, leaves, part.admits, slices, part.room.num_tokens, predicted_ns, ops)
 
-    def _decode_all(self, decodes: list[Request], part: Part) -> bool:
+    def _decode_all(self, decodes: list[Request], behind: list[Request], part: Part) -> bool:
         """One token for each, as far as the step has room. True: it is full."""
         limit_ns = part.room.max_ns
-        if self._composer.weighs:
-            decodes, limit_ns = self._in_time(decodes, part.room)
+        part.wanted_ns = part.room.time_with(decodes)
+        if self._composer.weighs and decodes:
+            decodes, limit_ns = self._in_time(decodes, behind, part.room)
         num_fit = part.room.fit(decodes, limit_ns)
         full = num_fit < len(decodes)
         if full and not self._composer.weighs:
@@ -190,20 +192,40 @@ class Scheduler:
         part.decode(pressure.find_blocks(self._members, decodes[:num_fit] if full else decodes, part.spared))
         return full and not self._composer.weighs
 
-    def _in_time(self, decodes: list[Request], room: Room) -> tuple[list[Request], int]:
-        """Where the step would be too long for the token that is due next, the less urgent may have to wait: decodes in
-        order of urgency, and the time that the step may take."""
-        if not decodes:
-            return decodes, room.max_ns
+    def _in_time(self, decodes: list[Request], behind: list[Request], room: Room) -> tuple[list[Request], int]:
+        """Where the step would be too long for the token that is due next, or for more urgent prompts, the less urgent
+        may have to wait: decodes in order of urgency, and the time that they may take."""
         now_ns = self._members.now_ns
-        due_ns = min([request.token_due_ns for request in decodes])
-        if room.fit(decodes, max(1, min(room.max_ns, due_ns - now_ns))) == len(decodes):
+        prompts = self._urgent_prompts(max([each.service.rank for each in decodes]), behind)
+        prompts_ns = sum([room.time_of(start, need) for _, start, need in prompts])
+        due_ns = min([request.token_due_ns for request in (*decodes, *(one for one, _, _ in prompts))])
+        limit_ns = min(room.max_ns, due_ns - now_ns) - prompts_ns
+        if room.fit(decodes, max(1, limit_ns)) == len(decodes):
             return decodes, room.max_ns
         decodes = sorted(decodes, key=lambda each: (each.service.rank, each.token_due_ns, each.served_ns, each.order))
-        rank = next(each.service.rank for each in decodes if each.token_due_ns == due_ns)
-        urgent = [each for each in decodes if each.service.rank <= rank]
-        least_ns = int(room.time_with(urgent) * (1.0 + LEAST_SHARE))
-        return decodes, min(room.max_ns, max(least_ns, due_ns - now_ns))
+        rank = min(
+            [one.service.rank for one in (*decodes, *(one for one, _, _ in prompts)) if one.token_due_ns == due_ns]
+        )
+        urgent_ns = room.time_with([each for each in decodes if each.service.rank <= rank])
+        # Late as it may be, a token does not keep all others waiting; a prompt does.
+        least_ns = urgent_ns if prompts else int(urgent_ns * (1.0 + LEAST_SHARE))
+        return decodes, min(room.max_ns, max(least_ns, limit_ns))
+
+    def _urgent_prompts(self, rank: int, behind: list[Request]) -> list[tuple[Request, int, int]]:
+        """Those above this rank that could get a chunk in this step, the position of its first token and how many."""
+        members = self._members
+        found = [(each, each.scheduled, each.known - each.scheduled) for each in behind if each.service.rank < rank]
+        num_slots, num_blocks = members.free_slots, members.free_blocks
+        for request in islice(self._composer.newcomers(members.line), pressure.MAX_HEADS):
+            if request.service.rank >= rank:
+                break
+            num_slots, num_blocks = num_slots - 1, num_blocks - pressure.blocks_for(members, request)
+            if num_slots < 0 or num_blocks < 0:
+                break
+            if not members.parking.must_copy(request):
+                start = len(request.chain.matched) * self.limits.block_tokens
+                found.append((request, start, request.known - start))
+        return found
 
     def _serve_first(self, request: Request) -> None:
         """The step was full before this request's turn came; the next step starts with it."""
@@ -225,7 +247,13 @@ class Scheduler:
             found = newcomers(members, line, self._hurry, weighs)
         if not running and not found:
             return
-        leeway = Leeway(part.decodes if weighs else [], self._hurry, members.now_ns, room.time_ns(), room.max_ns)
+        leeway = Leeway(
+            part.decodes if weighs else [],
+            self._hurry,
+            members.now_ns,
+            max(part.wanted_ns, room.time_ns()),
+            room.max_ns,
+        )
         if weighs:
             leeway.leave_to(min([each.service.rank for each in (*running, *(one for one, _ in found))]))
         candidates = [self._candidate(request, 0, leeway, room) for request in running]
