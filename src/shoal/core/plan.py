@@ -187,3 +187,4 @@ class View:
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     hash_collisions: int = 0
+    context_tokens: int = 0  # whose KV the latest step read, while any run

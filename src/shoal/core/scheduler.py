@@ -27,6 +27,7 @@ from shoal.core.admission import refuse
 from shoal.core.bound import Promises
 from shoal.core.compose import COMPOSERS, Candidate, Chosen, Room, split
 from shoal.core.kv.hashing import scope_key
+from shoal.core.kv.news import KvEvent
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.members import Members
@@ -81,6 +82,7 @@ class Scheduler:
         self._generation_tokens = 0
         self._ns_per_token = 1e6  # of a step, learned
         self._drain = (-1, 0)  # (newest applied step, predicted milliseconds)
+        self._context_tokens = 0  # of the newest applied step
 
     @property
     def num_in_flight(self) -> int:
@@ -294,7 +296,7 @@ class Scheduler:
             raise ValueError(f"step {result.step} brought {len(result.tokens)} tokens, not {len(flight.sampled)}")
         self._flights.popleft()
         members.returned = flight.step
-        num_tokens = flight.features[1]
+        num_tokens, self._context_tokens = flight.features[1], flight.features[4]
         if num_tokens:
             self.cost.update(flight.features, result.busy_ns)
             self._ns_per_token += 0.05 * (result.busy_ns / num_tokens - self._ns_per_token)
@@ -391,7 +393,12 @@ class Scheduler:
             prefix_hits=tables.num_hit,
             hash_collisions=tables.index.collisions,
             classes=members.classes(),
+            context_tokens=self._context_tokens if members.running else 0,
         )
+
+    def kv_news(self) -> list[KvEvent]:
+        """Prefix blocks stored and dropped since the call before, in order. From the first call on they are noted."""
+        return self._members.tables.index.take_news()
 
     def check(self) -> None:
         """AssertionError, with a message that says what, where an invariant is broken."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from shoal.core.kv.news import KvEvent
 from shoal.core.plan import Copied, Ended, KvOp, Refused, StepPlan, StepResult, View
 from shoal.core.request import Finish, RequestSpec
 from shoal.engine.updates import Updates
@@ -90,6 +91,7 @@ class Turn:
     refused: dict[int, list[Refusing]] = field(default_factory=dict)
     step: Step | None = None
     waits: list[Wait] = field(default_factory=list)
+    kv: list[KvEvent] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ class StepLoop:
         self._failed = failed
         self._clock = clock
         self._view = scheduler.view()
+        scheduler.kv_news()  # from here on
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._stopping = False
@@ -349,7 +352,8 @@ class StepLoop:
             by_session.setdefault(owner.session, []).append(update)
             if update.ending is not None:
                 del owners[update.id]
-        return Turn(self._view, {session: tuple(all) for session, all in by_session.items()}, refused, step, waits)
+        told = {session: tuple(all) for session, all in by_session.items()}
+        return Turn(self._view, told, refused, step, waits, self._scheduler.kv_news())
 
     def _tell_everyone(self, message: str) -> None:
         """After a failure the scheduler's state means nothing; the streams are known here."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from shoal.core.plan import View
 from shoal.core.request import Refusal
+from shoal.engine.holdings import Holdings
 from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.sessions import Pulse, Session
 from shoal.fleet import health
@@ -47,6 +48,7 @@ class Server:
         self._steps = steps
         self._view = view
         self._costs = costs
+        self._holdings = Holdings()
         self._sessions: dict[int, Session] = {}
         self._num_sessions = 0
         self._newest: dict[str, tuple[str, int]] = {}  # gateway -> incarnation and number of its newest session
@@ -90,10 +92,14 @@ class Server:
 
     def on_turn(self, turn: Turn) -> None:
         self._view = turn.view
+        self._holdings.take(turn.kv)
         for key in turn.updates.keys() | turn.refused.keys():
             session = self._sessions.get(key)
             if session is not None:
                 session.add(turn.updates.get(key, ()), turn.refused.get(key, ()))
+        if turn.kv:
+            for session in self._sessions.values():
+                session.kv_changed()
 
     def on_announce(self, predicted_ns: int) -> None:
         for session in self._sessions.values():
@@ -115,7 +121,7 @@ class Server:
         assert isinstance(hello, Hello)
         self._fence(hello)
         self._num_sessions += 1
-        session = Session(self._num_sessions, hello, connection, self._pulse)
+        session = Session(self._num_sessions, hello, connection, self._pulse, self._holdings.follow())
         self._sessions[session.key] = session
         log.info("engine.session_opened", {"gateway": hello.name, "session": hello.session})
         try:
@@ -128,6 +134,7 @@ class Server:
         finally:
             self._sessions.pop(session.key, None)
             session.close()
+            self._holdings.leave(session.feed)
             self._steps.end_session(session.key)
             log.info("engine.session_closed", {"gateway": hello.name, "session": hello.session})
 

@@ -1,51 +1,66 @@
-"""Which replica takes a request: filter → score → pick.
+"""Which replica takes a request: filter → candidates → score → pick.
 
-To add a criterion, write one function, put it into `FILTERS` or `SCORES`, and give it a row in the table test.
+To add a criterion, write one function (a score: in scorers.py), put it into `FILTERS` or `SCORES`, and give it a row in
+the table test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from shoal.fleet import scorers
+from shoal.fleet.directory import Held
+from shoal.fleet.scorers import Errand
 from shoal.fleet.view import ReplicaView
 
+MAX_CANDIDATES = 16  # that are scored: half of them for what they hold, the others by chance
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
-    """What the router knows of the request that it places."""
+Sample = Callable[[Sequence[ReplicaView], int], list[ReplicaView]]  # random.Random.sample
 
-    avoid: frozenset[str] = frozenset()  # replicas that failed this request before: the last resort
+
+class Pick(NamedTuple):
+    name: str
+    cached_tokens: int  # of the prompt, that the replica is believed to hold
 
 
 def is_ready(errand: Errand, replica: ReplicaView) -> bool:
     return replica.ready
 
 
-def failed_before(errand: Errand, replica: ReplicaView) -> int:
-    return int(replica.name in errand.avoid)
-
-
-def suspect(errand: Errand, replica: ReplicaView) -> int:
-    """Not a filter: where all are suspect, the fault is more likely ours, and refusing everything helps nobody."""
-    return int(replica.suspect)
-
-
-def load(errand: Errand, replica: ReplicaView) -> int:
-    return replica.num_running + replica.num_waiting + replica.num_unreported
-
-
 FILTERS: tuple[Callable[[Errand, ReplicaView], bool], ...] = (is_ready,)
-SCORES: tuple[Callable[[Errand, ReplicaView], int], ...] = (
-    failed_before,
-    suspect,
-    load,
+SCORES: tuple[Callable[[Errand, ReplicaView, int], int], ...] = (
+    scorers.failed_before,
+    scorers.suspect,
+    scorers.expected_ns,
+    scorers.load,
 )  # earlier ones weigh more, low is good
 
 
-def pick(errand: Errand, replicas: Iterable[ReplicaView]) -> str | None:
-    """The name of the best replica, or None where no one can take the request. Equal scores: the first name."""
-    candidates = [replica for replica in replicas if all(keep(errand, replica) for keep in FILTERS)]
+def pick(errand: Errand, replicas: Iterable[ReplicaView], held: Mapping[str, Held], sample: Sample) -> Pick | None:
+    """The best replica, or None where no one can take the request. Equal scores: the first name.
+
+    `held`: what the directory knows of the errand's keys. `sample` is asked only where there are more candidates than
+    are scored.
+    """
+    ready = [replica for replica in replicas if all(keep(errand, replica) for keep in FILTERS)]
+    cached = {name: errand.tokens_of(each.blocks) for name, each in held.items()}
+    candidates = _candidates(ready, cached, sample)
     if not candidates:
         return None
-    return min(candidates, key=lambda replica: (*(score(errand, replica) for score in SCORES), replica.name)).name
+
+    def scores(replica: ReplicaView) -> tuple[int | str, ...]:
+        cached_tokens = cached.get(replica.name, 0)
+        return *(score(errand, replica, cached_tokens) for score in SCORES), replica.name
+
+    best = min(candidates, key=scores)
+    return Pick(best.name, cached.get(best.name, 0))
+
+
+def _candidates(ready: list[ReplicaView], cached: Mapping[str, int], sample: Sample) -> list[ReplicaView]:
+    if len(ready) <= MAX_CANDIDATES:
+        return ready
+    ready.sort(key=lambda replica: (-cached.get(replica.name, 0), replica.name))
+    holders = [replica for replica in ready[: MAX_CANDIDATES // 2] if cached.get(replica.name)]
+    others = ready[len(holders) :]
+    return holders + sample(others, MAX_CANDIDATES - len(holders))

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.core.stepcost import DEFAULT_COEFFICIENTS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """Numbers are counts of choices (core requests), not of client requests."""
+    """Numbers of requests are counts of choices (core requests), not of client requests.
+
+    "Unreported" is what this gateway has sent too recently to be in the replica's own numbers.
+    """
 
     name: str
     ready: bool  # connected, and says that it can take work
     suspect: bool = False  # not heard from, or makes no steps, for longer than it announced
     num_running: int = 0
     num_waiting: int = 0
-    num_unreported: int = 0  # sent by this gateway too recently to be in the two numbers above
+    waiting_tokens: int = 0  # still to compute before those that wait sample
+    context_tokens: int = 0  # that those that run look at in a step
+    num_unreported: int = 0
+    unreported_tokens: int = 0  # of their prompts
+    unreported_new_tokens: int = 0  # those of them that will have to be computed, as the directory says
+    costs: tuple[float, ...] = DEFAULT_COEFFICIENTS  # core.stepcost: as it said last

@@ -18,7 +18,7 @@ from shoal.core.classes import ServiceClass
 from shoal.core.kv import hashing
 from shoal.core.request import Refusal, RequestSpec
 from shoal.fleet import stream
-from shoal.fleet.route import Errand
+from shoal.fleet.scorers import Errand
 from shoal.gateway import choices
 from shoal.gateway.errors import ApiError, Reason, internal
 from shoal.gateway.job import Job, Order
@@ -39,30 +39,41 @@ class Attempts:
     """The choices of one prompt and the replica that works on them. Performs what `fleet.stream` decides."""
 
     def __init__(
-        self, job: Job, prompt: int, specs: Sequence[RequestSpec], dispatcher: Dispatcher, root: bytes
+        self, job: Job, prompt: int, specs: Sequence[RequestSpec], dispatcher: Dispatcher, info: EngineInfo
     ) -> None:
         self._job = job
         self._prompt = prompt
         self._specs = specs
-        self._hash_root = root  # of the specs' prefix keys
+        self._hash_root = info.hash_root  # of the specs' prefix keys
+        self._block_tokens = info.hash_block_tokens
         self._dispatcher = dispatcher
         self._stream = stream.Stream(len(specs), dispatcher.budget)
         self._link: EngineLink | None = None
         self._ids: tuple[str, ...] = ()  # of the open attempt
+        self._expected_tokens = 0  # of its prompt, that its replica was believed to hold
         self._retry: asyncio.TimerHandle | None = None
         self._waits_since_s = job.order.asked_s  # without a slice
         self._retry_after_s: float | None = None  # as the replica that refused it says
 
     def place(self, avoid: frozenset[str] = frozenset()) -> None:
-        link = self._dispatcher.replicas.pick(Errand(avoid=avoid))
-        if link is None:
+        place = self._dispatcher.replicas.pick(self._errand(avoid))
+        if place is None:
             self._perform(self._stream.unplaced(Reason.NO_REPLICA, "no replica can take the request"))
             return
-        self._link = link
-        self._stream.sent(link.name)
-        specs = self._for_this_attempt(link)
+        self._link, self._expected_tokens = place
+        self._stream.sent(place.link.name)
+        specs = self._for_this_attempt(place.link)
         self._ids = tuple(spec.id for spec in specs)
-        link.submit(specs, self)
+        place.link.submit(specs, self, cached_tokens=place.cached_tokens)
+
+    def _errand(self, avoid: frozenset[str]) -> Errand:
+        leader = self._specs[0]
+        return Errand(
+            avoid=avoid,
+            keys=leader.prefix_keys if leader.sampling.prompt_logprobs is None else (),  # else all is computed
+            block_tokens=self._block_tokens,
+            prompt_tokens=len(leader.prompt),
+        )
 
     def cancel(self, why: str) -> None:
         if self._retry is not None:
@@ -137,6 +148,7 @@ class Attempts:
         output = self._output(effect.choice)
         if effect.choice == 0:
             self._job.cached_tokens += effect.cached_tokens
+            self._dispatcher.metrics.prefix(len(self._specs[0].prompt), self._expected_tokens, effect.cached_tokens)
         if output.finish is None:
             self._job.add(output.end(effect.reason))
 
@@ -228,7 +240,7 @@ class Dispatcher:
         placed: list[Attempts] = []
         for prompt in range(len(order.prompts)):
             specs = await self._specs(order, prompt, info)
-            placed.append(Attempts(job, prompt, specs, self, info.hash_root))
+            placed.append(Attempts(job, prompt, specs, self, info))
         job.attempts.extend(placed)
         self._jobs[order.id] = job
         for attempts in placed:
@@ -252,6 +264,8 @@ class Dispatcher:
                 job.nudge(now)
             self.metrics.in_flight.set(len(self._jobs))
             self.metrics.replicas_ready.set(sum(view.ready for view in self.replicas.views()))
+            self.metrics.directory_blocks.set(self.replicas.directory.num_held)
+            self.metrics.directory_bytes.set(self.replicas.directory.num_bytes)
             await asyncio.sleep(TICK_S)
 
     def fail_all(self) -> None:

@@ -10,11 +10,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.core.plan import View
 from shoal.core.request import RequestSpec
+from shoal.core.stepcost import DEFAULT_COEFFICIENTS
 from shoal.fleet import health
+from shoal.fleet.directory import Directory
 from shoal.fleet.view import ReplicaView
 from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial
 from shoal.wire.messages import (
@@ -23,6 +25,7 @@ from shoal.wire.messages import (
     EngineInfo,
     Frame,
     KeepAlive,
+    KvNews,
     Message,
     Refusing,
     Role,
@@ -57,16 +60,30 @@ class Sink(Protocol):
         """Once for all choices of the sink that the link still had."""
 
 
+class _Sent(NamedTuple):
+    """What was sent in some time: choices, tokens of their prompts, and those of them that must be computed."""
+
+    choices: int = 0
+    tokens: int = 0
+    new_tokens: int = 0
+
+    def and_also(self, other: _Sent) -> _Sent:
+        return _Sent(*(a + b for a, b in zip(self, other, strict=True)))
+
+
 class EngineLink:
     """Dials again for as long as `run` lives. Owns which choice each core id belongs to."""
 
-    def __init__(self, name: str, address: str, identity: Identity) -> None:
+    def __init__(self, name: str, address: str, identity: Identity, directory: Directory) -> None:
         self.name = name
         self.address = address
         self.info: EngineInfo | None = None  # of the latest handshake
         self.view: View | None = None  # of the latest frame of the open connection
         self.retired = False  # no longer a member: served until its connection ends, then not dialled again
         self._identity = identity
+        self._directory = directory
+        self._kv_told = 0  # blocks that the session has told of
+        self._costs: tuple[float, ...] = DEFAULT_COEFFICIENTS
         self._connection: Connection | None = None
         self._ready = False
         self._sinks: dict[str, tuple[Sink, int]] = {}
@@ -74,7 +91,7 @@ class EngineLink:
         self._heard_s = 0.0  # last message
         self._progress_s = 0.0  # last frame with a new step, or without work
         self._announced_ns = 0
-        self._unreported = [0, 0]  # choices sent since the last frame, and between the two last ones
+        self._unreported = (_Sent(), _Sent())  # since the last frame, and between the two last ones
         self._trouble = ""
 
     @property
@@ -88,13 +105,19 @@ class EngineLink:
 
     def replica_view(self) -> ReplicaView:
         view = self.view
+        unreported = self._unreported[0].and_also(self._unreported[1])
         return ReplicaView(
             name=self.name,
             ready=self._connection is not None and self._ready,
             suspect=self._suspect(),
             num_running=view.num_running if view else 0,
             num_waiting=view.num_waiting if view else 0,
-            num_unreported=sum(self._unreported),
+            waiting_tokens=view.waiting_tokens if view else 0,
+            context_tokens=view.context_tokens if view else 0,
+            num_unreported=unreported.choices,
+            unreported_tokens=unreported.tokens,
+            unreported_new_tokens=unreported.new_tokens,
+            costs=self._costs,
         )
 
     def num_waiting(self, service_class: str) -> int:
@@ -104,11 +127,16 @@ class EngineLink:
 
     # -- towards the replica -------------------------------------------------------------------------------------------
 
-    def submit(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
-        """Sends the choices of one prompt, leader first. The sink hears of choice 0, 1 … in their order."""
+    def submit(self, specs: Sequence[RequestSpec], sink: Sink, *, cached_tokens: int = 0) -> None:
+        """Sends the choices of one prompt, leader first. The sink hears of choice 0, 1 … in their order.
+
+        `cached_tokens`: of the prompt, that need not be computed as far as is known.
+        """
         for choice, spec in enumerate(specs):
             self._sinks[spec.id] = (sink, choice)
-        self._unreported[0] += len(specs)
+        num_tokens = len(specs[0].prompt)
+        sent = _Sent(len(specs), len(specs) * num_tokens, num_tokens - cached_tokens)  # computed once for all of them
+        self._unreported = (self._unreported[0].and_also(sent), self._unreported[1])
         self._send(Submit(specs=tuple(specs)))
 
     def abort(self, ids: Iterable[str], reason: str) -> None:
@@ -162,6 +190,8 @@ class EngineLink:
         self._connection, self.info, self._trouble = connection, welcome.engine or self.info, ""
         self._heard_s = self._progress_s = time.monotonic()
         self._announced_ns = 0
+        self._directory.forget(self.name)
+        self._kv_told = 0
         connection.on_writable = self._flush
         log.info("replica.connected", {"replica": self.name, "incarnation": welcome.incarnation})
         try:
@@ -176,8 +206,9 @@ class EngineLink:
 
     def _disconnected(self, why: str) -> None:
         self._connection, self.view, self._ready = None, None, False
+        self._directory.forget(self.name)
         self._outgoing.clear()
-        self._unreported = [0, 0]
+        self._unreported = (_Sent(), _Sent())
         sinks = dict.fromkeys(sink for sink, _ in self._sinks.values())
         self._sinks.clear()
         for sink in sinks:
@@ -197,7 +228,11 @@ class EngineLink:
             self._progress_s = now
             self._announced_ns = 0
         self.view, self._ready = view, frame.ready
-        self._unreported = [0, self._unreported[0]]
+        self._unreported = (_Sent(), self._unreported[0])
+        if frame.costs is not None and len(frame.costs.coefficients) == len(DEFAULT_COEFFICIENTS):
+            self._costs = frame.costs.coefficients
+        if frame.kv is not None:
+            self._kv_news(frame.kv)
         for update in frame.updates:
             entry = self._sinks.get(update.id)
             if entry is None:
@@ -209,6 +244,22 @@ class EngineLink:
             entry = self._sinks.pop(refusing.id, None)
             if entry is not None:
                 entry[0].on_refused(entry[1], refusing)
+
+    def _kv_news(self, news: KvNews) -> None:
+        """What is told is only of use without a gap, from the beginning on."""
+        if not news.first:
+            self._directory.forget(self.name)
+        elif news.first != self._kv_told:
+            log.warning("replica.kv_gap", {"replica": self.name, "expected": self._kv_told, "got": news.first})
+            self._directory.forget(self.name)
+            self._kv_told = -1  # nothing continues that; the next beginning does
+            return
+        self._kv_told = news.first + len(news.tiers)
+        try:
+            self._directory.tell(self.name, news.keys, news.parents, news.tiers)
+        except ValueError as e:
+            if self._connection is not None:
+                self._connection.close(Cause.MALFORMED, str(e))
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 

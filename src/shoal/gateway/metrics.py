@@ -47,12 +47,25 @@ class Metrics:
         self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the last byte", _LATENCY_S)
         self.in_flight = Gauge("shoal:requests_in_flight", "Requests for text under way", registry=registry)
         self.replicas_ready = Gauge("shoal:num_replicas_ready", "Replicas that can take work", registry=registry)
+        self._prompt_tokens = counter("prefix_prompt_tokens", "Prompt tokens of answers that were completed")
+        self._expected_tokens = counter("prefix_expected_tokens", "Those that the directory believed to be cached")
+        self._cached_tokens = counter("prefix_cached_tokens", "Those that the replica did find in its cache")
+        self.directory_blocks = Gauge(
+            "shoal:directory_blocks", "Prefix blocks that some replica is known to hold", registry=registry
+        )
+        self.directory_bytes = Gauge("shoal:directory_bytes", "Memory of the directory", registry=registry)
         labels = ("class", "met")
         self._slo = counter("slo_attainment", "Requests that were ours to serve: whether all targets were met", *labels)
         self._slo_ttft = counter("slo_ttft_attainment", "Those with a target for the first token", *labels)
         self._slo_tpot = counter("slo_tpot_attainment", "Those with a target for the time between tokens", *labels)
         self._judged: Tally[str] = Tally()
         self._met: Tally[str] = Tally()
+
+    def prefix(self, prompt_tokens: int, expected_tokens: int, cached_tokens: int) -> None:
+        """Of one prompt: how right the directory was."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._expected_tokens.inc(expected_tokens)
+        self._cached_tokens.inc(cached_tokens)
 
     def judge(self, service_class: str, verdict: Verdict) -> None:
         self._judged[service_class] += 1

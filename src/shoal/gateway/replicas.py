@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from shoal.fleet import route
+from shoal.fleet.directory import Directory
+from shoal.fleet.scorers import Errand
 from shoal.fleet.view import ReplicaView
 from shoal.gateway.link import EngineLink, Identity
 from shoal.wire.messages import EngineInfo, Members, Replica
@@ -26,8 +30,16 @@ KEEP_ALIVE_S = 1.0
 log = logging.getLogger("shoal.gateway")
 
 
+class Place(NamedTuple):
+    link: EngineLink
+    cached_tokens: int  # of the prompt, that are believed to be there
+
+
 class Replicas:
-    """Owns the links and their tasks. `run` ends only by cancellation and takes the links with it."""
+    """Owns the links and their tasks, and the directory of who holds what.
+
+    `run` ends only by cancellation and takes the links with it.
+    """
 
     def __init__(self, identity: Identity, *, static: Sequence[str] = (), members_file: Path | None = None) -> None:
         """`static`: engine addresses that are dialled whatever the controller says."""
@@ -35,7 +47,9 @@ class Replicas:
         self._static = frozenset(static)
         self._members_file = members_file
         self._members: tuple[Replica, ...] = ()
-        self._links = {address: EngineLink(address, address, identity) for address in static}
+        self.directory = Directory()
+        self._chance = random.Random()
+        self._links = {address: self._link(address, address) for address in static}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running = False
 
@@ -47,6 +61,7 @@ class Replicas:
             while True:
                 self._reap()
                 self._start()
+                self.directory.tidy()
                 for link in self._links.values():
                     link.check_silence()
                 if time.monotonic() >= next_keep_alive_s:
@@ -65,9 +80,9 @@ class Replicas:
     def views(self) -> list[ReplicaView]:
         return [link.replica_view() for link in self._links.values()]
 
-    def pick(self, errand: route.Errand) -> EngineLink | None:
-        name = route.pick(errand, self.views())
-        return None if name is None else self._links[name]
+    def pick(self, errand: Errand) -> Place | None:
+        picked = route.pick(errand, self.views(), self.directory.holders(errand.keys), self._chance.sample)
+        return None if picked is None else Place(self._links[picked.name], picked.cached_tokens)
 
     @property
     def ready(self) -> bool:
@@ -99,12 +114,15 @@ class Replicas:
             if name in self._links:
                 self._links[name].address = replica.address  # dialled when the present connection ends
             else:
-                self._links[name] = EngineLink(name, replica.address, self._identity)
+                self._links[name] = self._link(name, replica.address)
         if self._running:
             self._start()
         if members.replicas and members.replicas != self._members:
             self._members = members.replicas
             self._remember(members)
+
+    def _link(self, name: str, address: str) -> EngineLink:
+        return EngineLink(name, address, self._identity, self.directory)
 
     def _start(self) -> None:
         for name, link in self._links.items():

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from shoal.core.kv.news import KvEvent
 from shoal.core.limits import Limits
 from shoal.core.plan import (
     Accepted,
@@ -193,6 +194,9 @@ class Recorder:
 
     def view(self) -> View:
         return self._scheduler.view()
+
+    def kv_news(self) -> list[KvEvent]:
+        return self._scheduler.kv_news()
 
     def close(self) -> None:
         self._sink.close()

@@ -122,6 +122,18 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coefficients: tuple[float, ...]
 
 
+class KvNews(msgspec.Struct, frozen=True, array_like=True):
+    """Prefix blocks whose place has changed, and where they are now; first of all, everything that is there.
+
+    In columns, since a piece of 64 KB has 1,900 blocks. Told in the order in which they depend on each other.
+    """
+
+    first: int  # number of the first block in the gateway's session; 0: nothing told before counts any more
+    keys: bytes  # 16 a block, one after the other
+    parents: bytes  # 16 a block: key of the one before it; zeros where it is a prompt's first or is dropped
+    tiers: bytes  # 1 a block: bits of core.kv.news; 0: dropped
+
+
 class Frame(Message, frozen=True, tag="frame"):
     """One per engine step and gateway, with that gateway's streams only; also the heartbeat, every 500 ms when idle."""
 
@@ -130,6 +142,7 @@ class Frame(Message, frozen=True, tag="frame"):
     refused: tuple[Refusing, ...] = ()
     costs: Costs | None = None  # when they changed since the last frame
     ready: bool = True
+    kv: KvNews | None = None
 
 
 class Announce(Message, frozen=True, tag="announce"):
