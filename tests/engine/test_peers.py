@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from shoal.engine.transfer.digest import digest
 from shoal.engine.transfer.fetch import Fetched
 from shoal.engine.transfer.lease import Range, cut_piece
 from shoal.engine.transfer.lend import Lender
+from shoal.engine.transfer.nixl import Nixl
 from shoal.engine.transfer.shm import Shm
 from shoal.engine.transfer.tcp import Tcp
 from shoal.engine.transfer.transport import NUM_PLACES, PIECE_BYTES, Memory, Reader, Transport
@@ -53,8 +55,11 @@ MANY = list(range(7, 7 + 5 * NUM_PLACES * PIECE_BLOCKS // 2))  # twice and a hal
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left() -> AsyncIterator[None]:
-    """I8."""
+async def nothing_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """I8. NIXL keeps descriptors of its own for as long as its process lives: its first connection makes some."""
+    if "nixl" in request.node.name:
+        yield
+        return
     gc.collect()
     before = _residue()
     segments = set(os.listdir("/dev/shm"))
@@ -424,14 +429,39 @@ async def test_a_fault_that_the_owner_carried_along_is_noticed() -> None:
         assert (outcome.num_good, outcome.corrupt) == (2, True)
 
 
+NO_NIXL = find_spec("nixl_cu13") is None and find_spec("nixl_cu12") is None
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(NO_NIXL, reason="the extra `nixl` is not installed"))
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Nixl]:
+    """One for all tests: NIXL keeps some descriptors for as long as the process lives."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        made = Nixl("reader")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reads(kind: str, request: pytest.FixtureRequest) -> Iterator[Transport]:
+    if kind == "nixl":
+        yield request.getfixturevalue("agent")
+        return
+    made: Transport = Shm() if kind == "shm" else Tcp()
+    yield made
+    made.close()
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", [Shm, Tcp])
+@pytest.mark.parametrize("kind", ["shm", "tcp", NIXL])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_an_owner_that_is_killed_or_stopped_in_the_middle(kind: type[Shm | Tcp], number: int) -> None:
-    """Another process. The fetch keeps what was good, is told within its limit, and leaves nothing."""
-    with running([sys.executable, "-m", "tests.support.lending", "tcp:127.0.0.1:0", kind.name]) as owner:
+async def test_an_owner_that_is_killed_or_stopped_in_the_middle(reads: Transport, number: int) -> None:
+    """Another process. The fetch keeps what was good, is told within its limit, and leaves nothing; then another owner
+    is there."""
+    command = [sys.executable, "-m", "tests.support.lending", "tcp:127.0.0.1:0", reads.name]
+    with running(command, {"UCX_TLS": "tcp"}) as owner:
         found = await asyncio.to_thread(owner.wait_line, r"lends at (\S+)")
-        reads = kind()
         async with fetching([reads], max_bytes_per_s=40_000_000) as fetcher:
             destination = Destination(len(MANY))
             began_s = time.monotonic()
@@ -442,7 +472,14 @@ async def test_an_owner_that_is_killed_or_stopped_in_the_middle(kind: type[Shm |
             assert time.monotonic() - began_s < 2.0
             destination.check(MANY)
             assert 0 < outcome.num_good < len(MANY) and outcome.why
-        reads.close()
+    with running(command, {"UCX_TLS": "tcp"}) as owner:
+        found = await asyncio.to_thread(owner.wait_line, r"lends at (\S+)")
+        async with fetching([reads]) as fetcher:
+            destination = Destination(len(MANY))
+            fetcher.start(order(found.group(1), MANY), destination.place, LIMIT_S, destination.tell)
+            outcome = await destination.end()
+            destination.check(MANY)
+            assert (outcome.num_good, outcome.why, outcome.way) == (len(MANY), "", reads.name)
 
 
 def parts(*ranges: tuple[int, int, int]) -> tuple[Part, ...]:

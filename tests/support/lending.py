@@ -16,6 +16,7 @@ import numpy as np
 
 from shoal.engine.transfer.fetch import Fetched, Fetcher, Order
 from shoal.engine.transfer.lend import Lender
+from shoal.engine.transfer.nixl import Nixl
 from shoal.engine.transfer.shm import Shm
 from shoal.engine.transfer.tcp import Tcp
 from shoal.engine.transfer.transport import Transport
@@ -177,7 +178,7 @@ async def fetch(
 
 
 async def _own(address: str, transport: str) -> None:
-    made: dict[str, Callable[[], Transport]] = {"shm": Shm, "tcp": Tcp}
+    made: dict[str, Callable[[], Transport]] = {"shm": Shm, "tcp": Tcp, "nixl": lambda: Nixl("owner")}
     lender = Lender(FakeStore(), [made[transport]()])
     await lender.listen(address, secret=SECRET, incarnation=OWNER, info=INFO)
     print(f"lends at {lender.listener.address}", flush=True)

@@ -47,6 +47,7 @@ class Nixl:
         self._lock = threading.Lock()
         self._lent: dict[int, tuple[Memory, Any]] = {}  # by address, with NIXL's own list
         self._peers: Counter[str] = Counter()  # how many readers of each
+        self._given_up: list[NixlReader] = []  # closed, but a read of theirs may still land
         self._lending = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -77,6 +78,7 @@ class Nixl:
         """NIXL connects with the first read: that one shows whether there is a way."""
         try:
             where = msgspec.msgpack.decode(door, type=_Door)
+            self._sweep()
             with self._lock:
                 peer = self._agent.add_remote_agent(where.agent)
                 peer = peer.decode() if isinstance(peer, bytes) else peer
@@ -94,6 +96,17 @@ class Nixl:
             for _, listed in self._lent.values():
                 self._agent.deregister_memory(listed)
             self._lent.clear()
+
+    def give_up(self, reader: NixlReader) -> None:
+        """It ends, and its memory with it, when its reads have."""
+        with self._lock:
+            self._given_up.append(reader)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            given_up, self._given_up = self._given_up, []
+        for reader in given_up:
+            reader.close()
 
     def leave(self, peer: str) -> None:
         """One reader less."""
@@ -120,6 +133,7 @@ class NixlReader:
         self._address = address
         self._listed = listed
         self._target = target
+        self._view = target.view  # keeps the memory mapped, whatever becomes of the target
         self._asked: deque[Any] = deque()
 
     def read(self, offset: int, num_bytes: int) -> None:
@@ -149,16 +163,18 @@ class NixlReader:
         return True
 
     def close(self) -> bool:
-        """A read that was not reported may still land: NIXL says that it cancels, not that it has cancelled."""
-        quiet = not self._asked
-        for asked in self._asked:
-            with contextlib.suppress(Exception):
-                self._agent.release_xfer_handle(asked)
-        self._asked.clear()
+        """A read that is under way cannot be called back: NIXL cancels, and does not say when it has. Its memory stays
+        until the owner has answered, or is known to be gone."""
+        while self._asked:
+            with contextlib.suppress(Exception):  # the owner is gone
+                if self._agent.check_xfer_state(self._asked[0]) == "PROC":
+                    self._nixl.give_up(self)
+                    return False
+                self._agent.release_xfer_handle(self._asked[0])
+            self._asked.popleft()
         self._nixl.leave(self._peer)
-        with contextlib.suppress(Exception):
-            self._agent.deregister_memory(self._listed)
-        return quiet
+        self._agent.deregister_memory(self._listed)
+        return True
 
 
 def _agent(name: str) -> Any:
