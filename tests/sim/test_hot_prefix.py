@@ -11,7 +11,7 @@ import pytest
 
 from shoal.core.kv.hashing import chain, root_key, scope_key
 from shoal.core.limits import Limits
-from shoal.core.plan import Ended, Event, Refused, Started
+from shoal.core.plan import Ended, Event, Refused
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
@@ -58,7 +58,6 @@ class Fleet:
         self.agenda = Agenda()
         self.engines = [Engine(name, self.agenda, self) for name in "abcd"]
         self.where: dict[str, str] = {}
-        self.waited_ns: list[int] = []
         self.cached: Counter[str] = Counter()
         self.expected: Counter[str] = Counter()
         self._directory = Directory(max_entries=20_000)
@@ -69,9 +68,7 @@ class Fleet:
     def hear(self, engine: Engine, events: Iterable[Event | Refused]) -> None:
         for event in events:
             assert not isinstance(event, Refused), event
-            if isinstance(event, Started):
-                self.waited_ns.append(event.waited_ns)
-            elif isinstance(event, Ended):
+            if isinstance(event, Ended):
                 self.cached[engine.name] += event.cached_tokens
         engine.holdings.take(engine.scheduler.kv_news())
         while self._informed and engine.feed:
@@ -92,8 +89,9 @@ class Fleet:
         engine.replica.submit(RequestSpec(id=id, prompt=prompt, max_tokens=max_tokens, prefix_keys=keys))
 
     def run(self, prompts: list[tuple[int, ...]], gap_ns: int) -> None:
+        begin_ns = self.agenda.now_ns
         for number, prompt in enumerate(prompts):
-            self.agenda.at(number * gap_ns, partial(self.send, prompt))
+            self.agenda.at(begin_ns + number * gap_ns, partial(self.send, prompt))
         self.agenda.run()
         for engine in self.engines:
             engine.scheduler.check()
@@ -110,6 +108,7 @@ def test_a_prefix_that_all_ask_for_is_held_by_as_many_as_its_load_needs() -> Non
         chance = Random(1)
         common = tokens(chance, 2000)
         fleets[informed] = fleet = Fleet(informed)
+        fleet.run([common], 0)  # one holds it when the others come
         fleet.run([common + tokens(chance, 40) for _ in range(120)], SECOND_NS // 20)
     shares = Counter(fleets[True].where.values())
     assert len(shares) >= 3 and max(shares.values()) <= 60, shares

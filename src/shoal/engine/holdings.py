@@ -30,7 +30,7 @@ class Holdings:
     def take(self, events: Iterable[KvEvent]) -> None:
         """What a turn of the step loop brought, in order."""
         held = self._held
-        keys = []
+        changes = []
         for key, parent, tier, stored in events:
             before = held.get(key)
             tiers = 0 if before is None else before[1]
@@ -39,10 +39,10 @@ class Holdings:
                 held[key] = (parent or _NO_KEY, tiers)
             elif before is not None:
                 del held[key]
-            keys.append(key)
-        if keys:
+            changes.append((key, before is None))
+        if changes:
             for feed in self._feeds:
-                feed.changed(keys)
+                feed.changed(changes)
 
     def follow(self) -> Feed:
         """For a session that begins; `leave` must follow."""
@@ -79,8 +79,14 @@ class Feed:
         """There is something to tell."""
         return self.in_full or bool(self._changed)
 
-    def changed(self, keys: Iterable[bytes]) -> None:
-        self._changed.update(dict.fromkeys(keys))
+    def changed(self, changes: Iterable[tuple[bytes, bool]]) -> None:
+        """Keys, and whether it was held nowhere before. Such a one comes after what changed earlier, however long its
+        end as it was before has been waiting to be told: the block that it depends on may have come back just now."""
+        waiting = self._changed
+        for key, is_new in changes:
+            if is_new:
+                waiting.pop(key, None)
+            waiting[key] = None
         if len(self._changed) > MAX_WAITING:
             self._start()
 
