@@ -1,8 +1,8 @@
 """The disk tier: keeps KV blocks by their prefix keys, in one file of bounded size, and finds them after a restart.
 
-    write(), read(), forget() ──► diskjobs.py ──► two threads ──► diskfile.py
-             │                    in line            │            what the bytes mean
-             └─ diskindex.py: what is where          └──► tell(Outcome)
+    write(), read(), forget() ──► diskstate.py ──► two threads ──► diskfile.py: what the bytes mean
+                                  diskjobs.py: in line  │
+                                  diskindex.py: held    └──► tell(Outcome)
 
 A caller never waits: what cannot be queued is refused, and what takes longer than a limit is given up. Bytes go through
 a buffer of the thread's own, and the caller's is touched only for one copy in memory, if the outcome is still awaited
@@ -13,32 +13,25 @@ No error leaves this file. Whatever goes wrong is an outcome with a reason, whic
 
 from __future__ import annotations
 
-import errno
-import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.engine.transfer.breaker import RETRY_NS, Breaker, State
 from shoal.engine.transfer.digest import Block, digest
 from shoal.engine.transfer.diskfile import BlockFile, Damaged, Layout
 from shoal.engine.transfer.diskindex import DiskIndex, Entry, Held
-from shoal.engine.transfer.diskjobs import Job, Jobs, Outcome, Phase, Tell
-
-log = logging.getLogger(__name__)
+from shoal.engine.transfer.diskjobs import Job, Outcome, Phase, Tell
+from shoal.engine.transfer.diskstate import DiskState
 
 NUM_THREADS = 2
 MOST_READS = 256  # in line
 MOST_WRITES = 64
 LIMIT_NS = 1_000_000_000  # of a read or a write, from the call on
-
-ERRORS = ("missing", "cut", "corrupt", "foreign", "full", "slow", "io")
-_DISTRUST = {"missing", "cut", "corrupt", "foreign"}  # errors of what the file holds, not of the disk under it
 
 
 class DiskBlocks:
@@ -67,29 +60,20 @@ class DiskBlocks:
         """
         self._layout = Layout.within(capacity_bytes, root, block_tokens, block_bytes)
         self.capacity_bytes = capacity_bytes
-        self.errors: Counter[str] = Counter(dict.fromkeys(ERRORS, 0))
         self._folder = folder
-        self._dropped = dropped
-        self._limit_ns = limit_ns
         self._write_bytes_per_s = write_bytes_per_s
         self._now_ns = now_ns
-        self._index = DiskIndex(self._layout.num_slots)
-        self._jobs = Jobs(limit_ns)
-        self._breaker = Breaker()
-        self._distrusted = False  # by what opened the breaker: the next file is a new one
-        self._reopening = False
-        self._grows_ns: int | None = None  # when the disk may have room for more
-        self._lock = threading.Lock()
+        self._state = DiskState(self._layout.num_slots, limit_ns, dropped, now_ns)
+        self._lock = threading.Lock()  # of the state
         self._work = threading.Condition(self._lock)  # for the threads
         self._limits = threading.Condition(self._lock)  # for the thread that gives up what is late
-        self._watching = False  # it has something to wait for
+        self._watching = False  # until some time, or it will look again anyway
         self._closing = threading.Event()
         self._file: BlockFile | None = None
         try:
             self._file = self._load()
         except (OSError, Damaged) as error:
-            self._count(_reason(error), error)
-            self._breaker.open(now_ns())
+            self._state.failed_to_open(error)
         self._threads = [threading.Thread(target=self._run, name="disk", daemon=True) for _ in range(NUM_THREADS)]
         self._threads.append(threading.Thread(target=self._watch, name="disk limits", daemon=True))
         for thread in self._threads:
@@ -99,61 +83,65 @@ class DiskBlocks:
 
     @property
     def num_blocks(self) -> int:
-        return len(self._index)
+        return len(self._state.index)
 
     @property
     def num_bytes(self) -> int:
         """Of the blocks that can be read. The file may be larger, up to the capacity."""
-        return len(self._index) * self._layout.slot_bytes
+        return len(self._state.index) * self._layout.slot_bytes
+
+    @property
+    def errors(self) -> Mapping[str, int]:
+        """How many there were, by reason: all of diskstate.ERRORS."""
+        return self._state.errors
 
     @property
     def off(self) -> bool:
         """The breaker is open: nothing is read or written."""
-        return self._breaker.state is State.OPEN
+        return self._state.off
 
     @property
     def num_openings(self) -> int:
         """How often the breaker opened."""
-        return self._breaker.num_openings
+        return self._state.breaker.num_openings
 
     def held(self) -> list[Held]:
         """What can be read, the least recently used first."""
         with self._lock:
-            return [entry.held for entry in sorted(self._index, key=lambda entry: entry.use)]
+            return [entry.held for entry in sorted(self._state.index, key=lambda entry: entry.use)]
 
     def write(self, key: bytes, tokens: tuple[int, ...], parent: bytes, buffer: Block, tell: Tell) -> None:
         """Keeps the block in `buffer`, which must not change before the outcome."""
         data = self._view(buffer)
         assert len(tokens) == self._layout.block_tokens
         with self._lock:
-            now_ns = self._now_ns()
-            entry = self._index.get(key)
+            index, jobs = self._state.index, self._state.jobs
+            entry = index.get(key)
             if entry is not None:
-                self._index.touch(entry)
+                index.touch(entry)
                 tell(Outcome(key, ""))
-            elif not self._on(now_ns):
+            elif not self._on():
                 tell(Outcome(key, "off"))
-            elif self._jobs.write_of(key) or self._jobs.num_queued_writes >= MOST_WRITES:
+            elif jobs.write_of(key) or jobs.num_queued_writes >= MOST_WRITES:
                 tell(Outcome(key, "busy"))
             else:
-                self._put(Job("write", Entry(Held(key, parent, tokens), b"", -1, 0), tell, data), now_ns)
+                self._put(Job("write", Entry(Held(key, parent, tokens), b"", -1, 0), tell, data))
 
     def read(self, key: bytes, buffer: Block, tell: Tell) -> None:
         """Into `buffer`: the block, once the outcome says so; with any other outcome it is as it was, and stays so."""
         data = self._view(buffer)
         assert data.flags.writeable
         with self._lock:
-            now_ns = self._now_ns()
-            entry = self._index.get(key)
+            entry = self._state.index.get(key)
             if entry is None:
                 tell(Outcome(key, "absent"))
-            elif not self._on(now_ns):
+            elif not self._on():
                 tell(Outcome(key, "off"))
-            elif self._jobs.num_queued_reads >= MOST_READS:
+            elif self._state.jobs.num_queued_reads >= MOST_READS:
                 tell(Outcome(key, "busy"))
             else:
-                self._index.touch(entry)
-                self._put(Job("read", entry, tell, data), now_ns)
+                self._state.index.touch(entry)
+                self._put(Job("read", entry, tell, data))
 
     def forget(self, keys: Iterable[bytes], tell: Tell) -> None:
         """Nobody finds these blocks from now on, and the outcome says that their bytes are overwritten.
@@ -162,36 +150,23 @@ class DiskBlocks:
         """
         with self._lock:
             for key in keys:
-                entry, write = self._index.get(key), self._jobs.write_of(key)
                 if self._file is None:  # what an earlier run left may be there, out of reach
                     tell(Outcome(key, "off"))
-                elif entry is not None:
-                    self._drop(entry, tell)
-                elif write is not None and write.phase is not Phase.QUEUED:
-                    if write.phase is not Phase.TOLD:
-                        self._jobs.tell(write, "forgotten")
-                    write.erased = tell
                 else:
-                    if write is not None:
-                        self._jobs.tell(write, "forgotten")
-                    tell(Outcome(key, ""))
+                    self._state.forget(key, tell)
+            self._work.notify_all()
 
     def expire(self) -> None:
         """Gives up what is late by now. A thread of the store's own calls it in time."""
         with self._lock:
-            for job in self._jobs.late(self._now_ns()):
-                if job.phase is Phase.QUEUED:  # what held it up is late itself, and counted
-                    self._jobs.tell(job, "busy")
-                elif job.phase is Phase.BEGUN:  # else told meanwhile, by the breaker that the one before it opened
-                    self._jobs.tell(job, "slow")
-                    self._failed("slow", f"a {job.kind} took longer than {self._limit_ns / 1e9:g} s")
+            self._state.expire()
 
     def close(self, limit_s: float) -> bool:
         """Gives up what is not done, but for what is to be forgotten. False: a call into the disk did not return."""
         end_s = time.monotonic() + limit_s
         with self._lock:
             self._closing.set()
-            self._jobs.hush()
+            self._state.jobs.hush()
             self._work.notify_all()
             self._limits.notify_all()
         for thread in self._threads:
@@ -208,85 +183,18 @@ class DiskBlocks:
         assert len(data) == self._layout.block_bytes, f"{len(data)} bytes are no block"
         return data
 
-    # -- under the lock --------------------------------------------------------------------------------------------
-
-    def _on(self, now_ns: int) -> bool:
-        """And has another try made where it is time for one."""
-        if self._breaker.due(now_ns) and not self._reopening:
-            self._reopening = True
+    def _on(self) -> bool:
+        on = self._state.on()
+        if self._state.reopening:
             self._limits.notify()
-        if self._grows_ns is not None and now_ns >= self._grows_ns:
-            self._grows_ns = None
-            self._index.grow()
-        return not self.off
+        return on
 
-    def _put(self, job: Job, now_ns: int) -> None:
-        self._jobs.put(job, now_ns)
+    def _put(self, job: Job) -> None:
+        self._state.put(job)
         self._work.notify()
         if not self._watching:
             self._watching = True
             self._limits.notify()
-
-    def _drop(self, entry: Entry, tell: Tell | None) -> None:
-        self._index.remove(entry)
-        self._dropped((entry.held.key,))
-        self._put(Job("erase", entry, tell), self._now_ns())
-
-    def _failed(self, reason: str, error: object) -> None:
-        """Counts, also against the breaker."""
-        self._count(reason, error)
-        opens = self._breaker.error(self._now_ns())
-        if reason == "missing" and not self.off:  # and it stays so, until there is a new file
-            self._breaker.open(self._now_ns())
-            opens = True
-        if opens:
-            self._distrusted = reason in _DISTRUST
-            self._jobs.tell_queued("off")
-            log.warning("the disk tier is off for %d s", RETRY_NS // 1_000_000_000)
-
-    def _count(self, reason: str, error: object) -> None:
-        self.errors[reason] += 1
-        log.warning("disk tier in %s: %s (%s)", self._folder, reason, error)
-
-    def _finish(self, job: Job, error: Exception | None, busy_ns: int) -> None:
-        reason = "" if error is None else _reason(error)
-        if job.kind == "read":
-            reason = self._finish_read(job, reason, error)
-        elif job.kind == "write":
-            self._finish_write(job, reason, error)
-        else:
-            self._index.release(job.entry.slot)
-            if reason and job.tell is not None:
-                self._failed(reason, error)
-        if job.phase is not Phase.TOLD:
-            if not reason:
-                self._breaker.success()
-            self._jobs.tell(job, reason, busy_ns)
-
-    def _finish_read(self, job: Job, reason: str, error: Exception | None) -> str:
-        """Why there is nothing to read. A damaged block goes; where it went meanwhile, its slot may hold another."""
-        if not reason or not job.entry.live:
-            return reason and "absent"
-        self._failed(reason, error)
-        self._drop(job.entry, None)
-        return reason
-
-    def _finish_write(self, job: Job, reason: str, error: Exception | None) -> None:
-        entry = job.entry
-        if reason == "full" and self._index.refuse(entry.slot):
-            self._count(reason, error)
-            self._grows_ns = self._now_ns() + RETRY_NS
-        elif reason:
-            if reason != "full":  # else the index has taken it back
-                self._index.release(entry.slot)
-            self._failed(reason, error)
-        elif job.phase is Phase.TOLD:  # too late, or forgotten
-            self._put(Job("erase", entry, job.erased), self._now_ns())
-            return
-        else:
-            self._index.add(entry)
-        if job.erased is not None:
-            job.erased(Outcome(job.key, reason))
 
     # -- threads ---------------------------------------------------------------------------------------------------
 
@@ -301,12 +209,12 @@ class DiskBlocks:
                 error = raised
             busy_ns = time.perf_counter_ns() - began_ns
             with self._lock:
-                self._finish(job, error, busy_ns)
+                self._state.finish(job, error, busy_ns)
             if job.kind == "write" and self._write_bytes_per_s:
                 self._closing.wait(max(0.0, len(own) / self._write_bytes_per_s - busy_ns / 1e9))
             with self._lock:
-                self._jobs.ended(job)
-                if self._reopening:
+                self._state.jobs.ended(job)
+                if self._state.reopening:  # which waits until nobody has a job
                     self._limits.notify()
 
     def _take(self) -> Job | None:
@@ -314,30 +222,12 @@ class DiskBlocks:
         with self._lock:
             while True:
                 closing = self._closing.is_set()
-                job = None if self._reopening else self._jobs.take(closing=closing)
-                if job is None and closing and not self._reopening:
-                    return None
-                if job is None:
-                    self._work.wait()
-                elif job.kind != "write" or self._place(job):
+                job = self._state.take(closing=closing)
+                if job is not None:
                     return job
-
-    def _place(self, job: Job) -> bool:
-        """Finds a slot for what is to be written. False: none can be had."""
-        entry = job.entry
-        parent = self._index.get(entry.held.parent)
-        if parent is not None:
-            self._index.touch(parent)  # of no use without it
-        taken = self._index.take_slot()
-        if taken is None:
-            self._jobs.tell(job, "full")
-            self._jobs.ended(job)
-            return False
-        entry.slot, victim = taken
-        entry.use = self._index.new_use()
-        if victim is not None:
-            self._dropped((victim.held.key,))
-        return True
+                if closing and not self._state.reopening:
+                    return None
+                self._work.wait()
 
     def _carry_out(self, job: Job, own: NDArray[np.uint8]) -> None:
         """`own`: room for a block, the thread's own."""
@@ -351,12 +241,14 @@ class DiskBlocks:
                 raise Damaged("corrupt")
             if self._borrow(job):
                 np.copyto(job.data, own)
-        elif self._borrow(job):
-            np.copyto(own, job.data)
-            with self._lock:
-                job.phase = Phase.BEGUN
-            entry.digest = digest(own)
-            file.write(entry, own)
+        else:
+            file.clear(entry.slot)
+            if self._borrow(job):
+                np.copyto(own, job.data)
+                with self._lock:
+                    job.phase = Phase.BEGUN
+                entry.digest = digest(own)
+                file.write(entry, own)
 
     def _borrow(self, job: Job) -> bool:
         """The caller's buffer is ours for a copy, which nobody waits for longer than that takes. False: given up."""
@@ -369,15 +261,15 @@ class DiskBlocks:
     def _watch(self) -> None:
         """Gives up what is late, and has another try after the breaker was open."""
         while True:
-            self.expire()
             with self._lock:
-                due_ns = self._jobs.due_ns
+                self._state.expire()
+                due_ns = self._state.jobs.due_ns
                 self._watching = due_ns is not None
-                alone = self._reopening and not self._jobs.num_begun
+                alone = self._state.reopening and not self._state.jobs.num_begun
                 if not (alone or self._closing.is_set()):
                     self._limits.wait(None if due_ns is None else max(0.001, (due_ns - self._now_ns()) / 1e9))
                 if self._closing.is_set():
-                    self._reopening = False
+                    self._state.reopening = False
                     self._work.notify_all()
                     return
             if alone:
@@ -387,18 +279,12 @@ class DiskBlocks:
         """Nobody else touches the file meanwhile."""
         error: Exception | None = None
         try:
-            if self._file is None or self._distrusted or self._file.removed():
+            if self._file is None or self._state.distrusted or self._file.removed():
                 self._start_over()
         except Exception as raised:
             error = raised
         with self._lock:
-            if error is None:
-                self._distrusted = False
-                self._breaker.retry()
-            else:
-                self._count(_reason(error), error)
-                self._breaker.open(self._now_ns())
-            self._reopening = False
+            self._state.reopened(error)
             self._work.notify_all()
 
     def _load(self) -> BlockFile:
@@ -406,30 +292,24 @@ class DiskBlocks:
         file = BlockFile(self._folder, self._layout)
         try:
             entries, damaged = file.entries()
-            unused = self._index.load(entries)
+            index = DiskIndex(self._layout.num_slots)
+            unused = index.load(entries)
             for slot in (*damaged, *unused):
                 file.clear(slot)
         except BaseException:
-            self._index = DiskIndex(self._layout.num_slots)
             file.close()
             raise
+        self._state.index = index
         if file.foreign:
-            self._count("foreign", "of another model or layout, or no file; a new one is begun")
-        for reason, count in Counter(damaged.values()).items():
-            self.errors[reason] += count
-            log.warning("disk tier in %s: %d blocks of an earlier run are %s", self._folder, count, reason)
+            self._state.count("foreign", "a file of another model or layout, or no file; it is replaced")
+        for reason, number in Counter(damaged.values()).items():
+            self._state.count(reason, "blocks of an earlier run", number)
         return file
 
     def _start_over(self) -> None:
         """With a new, empty file."""
         with self._lock:
-            keys = [entry.held.key for entry in self._index]
-            for entry in self._index:
-                entry.live = False
-            self._index = DiskIndex(self._layout.num_slots)
-            self._grows_ns = None
-            if keys:
-                self._dropped(keys)
+            self._state.start_over()
             old, self._file = self._file, None
         if old is not None:
             old.close()
@@ -437,16 +317,8 @@ class DiskBlocks:
             new = BlockFile(self._folder, self._layout, fresh=True)
         except BaseException:
             with self._lock:
-                self._jobs.tell_queued("io", erases=True)
+                self._state.jobs.tell_erases("io")
             raise
         with self._lock:
-            self._jobs.tell_queued("", erases=True)
+            self._state.jobs.tell_erases("")
             self._file = new
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Damaged):
-        return error.reason
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "full"
-    return "io"

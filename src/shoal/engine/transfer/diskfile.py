@@ -170,7 +170,7 @@ class BlockFile:
             raise Damaged("cut")
 
     def write(self, entry: Entry, block: NDArray[np.uint8]) -> None:
-        self.clear(entry.slot)
+        """Into a slot that was cleared."""
         _write_all(self._file, block.data, self._block_at(entry.slot))
         _write_all(self._file, self.layout.pack(entry), self._record_at(entry.slot))
 

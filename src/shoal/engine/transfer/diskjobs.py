@@ -20,7 +20,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 class Outcome(NamedTuple):
     key: bytes
-    reason: str  # "": done; else one of disk.ERRORS, or not tried: absent, busy (in line), off (breaker), forgotten
+    reason: (
+        str  # "": done; else one of diskstate.ERRORS, or not tried: absent, busy (in line), off (breaker), forgotten
+    )
     busy_ns: int = 0  # what it took, without waiting in line
 
 
@@ -48,7 +50,7 @@ class Job:
         self.data = data  # the caller's buffer; let go of once told
         self.phase = Phase.QUEUED
         self.due_ns = 0
-        self.erased: Tell | None = None  # its key was forgotten while it was written: whom to tell when it is gone
+        self.erased: list[Tell] = []  # its key was forgotten while it was written: whom to tell when it is gone
 
     @property
     def key(self) -> bytes:
@@ -60,6 +62,10 @@ class Job:
         self.data = _NOTHING
         if self.tell is not None:
             self.tell(Outcome(self.key, reason, busy_ns))
+
+    def tell_erased(self, outcome: Outcome) -> None:
+        for tell in self.erased:
+            tell(outcome)
 
 
 class Jobs:
@@ -133,8 +139,14 @@ class Jobs:
         late = itertools.takewhile(lambda job: job.due_ns <= now_ns, self._awaited)
         return [job for job in late if job.phase is not Phase.COPYING]
 
-    def tell_queued(self, reason: str, *, erases: bool = False) -> None:
-        for job in list(self._erases) if erases else [*self._reads, *self._writes]:
+    def tell_queued(self, reason: str) -> None:
+        """All reads and writes in line leave it."""
+        for job in (*self._reads, *self._writes):
+            self.tell(job, reason)
+
+    def tell_erases(self, reason: str) -> None:
+        """All erases in line leave it."""
+        for job in tuple(self._erases):
             self.tell(job, reason)
 
     def hush(self) -> None:
