@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 
 from shoal.core.classes import DEFAULT_CLASSES
-from shoal.core.compose import Candidate, Chosen, Room, choose, in_turn, worth
+from shoal.core.compose import Candidate, Chosen, Room, Value, choose, in_turn, worth
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.request import Request, RequestSpec
@@ -109,3 +109,13 @@ def test_what_is_chosen_fits(choice) -> None:
         one_token = sum(counts.values()) == 1  # allowed whatever its time
         assert fits is not None or one_token
         assert instance.room.features == before
+
+
+def test_the_gain_is_what_was_chosen_by_what_would_have_come_first() -> None:
+    for instance in instances(200):
+        composer = Value(instance.limits)
+        chosen = composer.choose(instance.candidates, instance.room, instance.num_blocks, instance.num_slots)
+        by_arrival = sorted(instance.candidates, key=lambda each: (each.num_slots, each.request.order))
+        in_turn_worth = worth(in_turn(by_arrival, instance.room, instance.num_blocks, instance.num_slots))
+        assert composer.chosen_worth == worth(chosen)
+        assert composer.in_turn_worth == pytest.approx(in_turn_worth)

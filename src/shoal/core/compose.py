@@ -222,6 +222,8 @@ def in_turn(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_sl
 
 class Composer(Protocol):
     weighs: bool  # by worth and deadlines; else in turn
+    chosen_worth: float  # of all that was chosen so far
+    in_turn_worth: float  # of what `in_turn` would have chosen instead
 
     def make_line(self) -> Line: ...
 
@@ -244,6 +246,7 @@ class Value:
     weighs = True
 
     def __init__(self, limits: Limits) -> None:
+        self.chosen_worth = self.in_turn_worth = 0.0
         self._classes = limits.classes
 
     def make_line(self) -> Line:
@@ -253,7 +256,15 @@ class Value:
         return line
 
     def choose(self, candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
-        return choose(candidates, room, num_blocks, num_slots)
+        chosen = choose(candidates, room, num_blocks, num_slots)
+        found = baseline = worth(chosen)
+        whole = len(chosen) == len(candidates) and all(each.tokens == each.candidate.need for each in chosen)
+        if not whole and len(candidates) > 1:
+            by_arrival = sorted(candidates, key=lambda each: (each.num_slots, each.request.order))
+            baseline = worth(in_turn(by_arrival, room, num_blocks, num_slots))
+        self.chosen_worth += found
+        self.in_turn_worth += baseline
+        return chosen
 
     def check(self, running: Iterable[Request]) -> None: ...
 
@@ -262,6 +273,7 @@ class FirstCome:
     """Whoever waits may enter between any two steps, in order."""
 
     weighs = False
+    chosen_worth = in_turn_worth = 0.0  # nothing is worth more than anything else
 
     def __init__(self, limits: Limits) -> None: ...
 

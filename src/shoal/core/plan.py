@@ -187,4 +187,6 @@ class View:
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
     hash_collisions: int = 0
+    chosen_worth: float = 0.0  # of the chunks that plans took (core.urgency.worth); their ratio is the composer's gain
+    in_turn_worth: float = 0.0  # of those that they would have taken first come first served
     context_tokens: int = 0  # whose KV the latest step read, while any run

@@ -392,6 +392,8 @@ class Scheduler:
             prefix_queries=tables.num_queried,
             prefix_hits=tables.num_hit,
             hash_collisions=tables.index.collisions,
+            chosen_worth=self._composer.chosen_worth,
+            in_turn_worth=self._composer.in_turn_worth,
             classes=members.classes(),
             context_tokens=self._context_tokens if members.running else 0,
         )

@@ -127,5 +127,7 @@ def _counters(view: View) -> Iterator[Metric]:
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", view.prefix_hits),
         ("prefix_cache_collisions", "look-ups whose key named other content: misses", view.hash_collisions),
+        ("composer_worth", "worth of the prompt chunks that steps took", view.chosen_worth),
+        ("composer_in_turn_worth", "the same, had they been taken first come first served", view.in_turn_worth),
     ):
         yield CounterMetricFamily(f"shoal:{name}", text, value)
