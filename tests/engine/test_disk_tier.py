@@ -26,6 +26,7 @@ from shoal.engine.transfer.disk import MOST_WRITES, DiskBlocks
 from shoal.engine.transfer.diskfile import Layout
 from shoal.engine.transfer.diskindex import DiskIndex, Entry, Held
 from shoal.engine.transfer.diskjobs import Job, Jobs, Outcome
+from shoal.engine.transfer.diskstate import DiskState
 
 WAIT_S = 10.0
 TOKENS = 4
@@ -359,6 +360,17 @@ def test_five_errors_over_a_long_time_are_no_reason_to_stop(tier: Tier) -> None:
     assert tier.store.num_openings == 0
 
 
+def test_a_success_after_the_try_makes_all_well_again(tier: Tier) -> None:
+    for number in range(10):
+        assert tier.write(number) == ""
+    tier.file.unlink()
+    assert tier.read(0) == "missing"
+    tier.after_the_break()
+    assert tier.write(0) == tier.write(1) == ""
+    flip(tier.file, tier.slot_at(0))
+    assert tier.read(0) == "corrupt" and not tier.store.off and tier.read(1) == ""
+
+
 def test_one_bit_of_a_record_flipped(new: Callable[..., Tier]) -> None:
     """Wherever it is: the key, the parent, the token ids, the digest."""
     first = new()
@@ -618,6 +630,41 @@ def test_a_call_raises(tier: Tier, faults: FaultyOs, call: str) -> None:
     assert tier.read(7) == ""  # what the file holds was not in doubt
     assert tier.write(base + 5) == tier.read(base + 5) == ""
     assert tier.errors() == {"io": 6}
+
+
+def test_what_is_in_line_when_the_breaker_opens_is_not_tried(tier: Tier, faults: FaultyOs) -> None:
+    for number in range(8):
+        assert tier.write(number) == ""
+    gate = Gate()
+
+    def preadv(*_: Any) -> int:
+        gate.wait()
+        raise OSError(errno.EIO, "Input/output error")
+
+    faults.calls["preadv"] = preadv
+    buffers = [np.full(BLOCK_BYTES, 7, np.uint8) for _ in range(8)]
+    for number in range(8):
+        tier.store.read(key(number), buffers[number], tier.ear)
+    gate.open()
+    reasons = [tier.ear.next().reason for _ in range(8)]
+    assert sorted(reasons) == ["io"] * 5 + ["off"] * 3 and tier.errors()["io"] <= 6  # one was under way, perhaps
+
+
+def test_nothing_is_begun_while_the_file_is_replaced() -> None:
+    state = DiskState(4, 1000, dropped=lambda keys: None, now_ns=Clock())
+    state.put(Job("erase", Entry(Held(key(1), SCOPE, tokens(1)), b"", 0, 0), None))
+    state.reopening = True
+    assert state.take(closing=False) is None and state.take(closing=True) is None
+    state.reopened(OSError(errno.EIO, "Input/output error"))
+    assert state.take(closing=False) is not None and state.off
+
+
+def test_calls_that_do_less_than_they_were_asked_are_no_errors(tier: Tier, faults: FaultyOs) -> None:
+    for name in ("preadv", "pwritev"):
+        real = getattr(os, name)
+        faults.calls[name] = lambda fd, buffers, at, real=real: real(fd, [buffers[0][:1000]], at)
+    for number in range(3):
+        assert tier.write(number) == tier.read(number) == ""
 
 
 # -- who else might use the folder -------------------------------------------------------------------------------------
