@@ -250,9 +250,10 @@ class EngineLink:
         if not news.first:
             self._directory.forget(self.name)
         elif news.first != self._kv_told:
-            log.warning("replica.kv_gap", {"replica": self.name, "expected": self._kv_told, "got": news.first})
-            self._directory.forget(self.name)
-            self._kv_told = -1  # nothing continues that; the next beginning does
+            if self._kv_told >= 0:
+                log.warning("replica.kv_gap", {"replica": self.name, "expected": self._kv_told, "got": news.first})
+                self._directory.forget(self.name)
+                self._kv_told = -1  # nothing continues that but a new beginning
             return
         self._kv_told = news.first + len(news.tiers)
         try:
