@@ -11,6 +11,7 @@ import random
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -646,8 +647,9 @@ def test_what_is_in_line_when_the_breaker_opens_is_not_tried(tier: Tier, faults:
     for number in range(8):
         tier.store.read(key(number), buffers[number], tier.ear)
     gate.open()
-    reasons = [tier.ear.next().reason for _ in range(8)]
-    assert sorted(reasons) == ["io"] * 5 + ["off"] * 3 and tier.errors()["io"] <= 6  # one was under way, perhaps
+    reasons = Counter(tier.ear.next().reason for _ in range(8))
+    assert reasons in ({"io": 5, "off": 3}, {"io": 6, "off": 2})  # one more may have been under way
+    assert tier.errors() == {"io": reasons["io"]}
 
 
 def test_nothing_is_begun_while_the_file_is_replaced() -> None:
