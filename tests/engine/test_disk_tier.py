@@ -750,6 +750,15 @@ def test_what_is_forgotten_while_it_is_written_is_gone_too(
     assert new().store.held() == []
 
 
+def test_forgetting_what_could_not_be_written_is_answered(new: Callable[..., Tier], faults: FaultyOs) -> None:
+    """Also while its thread still keeps the pace."""
+    tier = new(write_bytes_per_s=BLOCK_BYTES)
+    faults.fail("pwritev", errno.EIO)
+    assert tier.write(1) == "io"
+    tier.store.forget([key(1)], tier.ear)
+    assert tier.ear.next() == (key(1), "", 0)
+
+
 # -- its end -----------------------------------------------------------------------------------------------------------
 
 

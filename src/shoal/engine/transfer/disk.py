@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.kv.hashing import KEY_BYTES
 from shoal.engine.transfer.digest import Block, digest
 from shoal.engine.transfer.diskfile import BlockFile, Damaged, Layout
 from shoal.engine.transfer.diskindex import DiskIndex, Entry, Held
@@ -113,7 +114,7 @@ class DiskBlocks:
     def write(self, key: bytes, tokens: tuple[int, ...], parent: bytes, buffer: Block, tell: Tell) -> None:
         """Keeps the block in `buffer`, which must not change before the outcome."""
         data = self._view(buffer)
-        assert len(tokens) == self._layout.block_tokens
+        assert len(tokens) == self._layout.block_tokens and len(key) == len(parent) == KEY_BYTES
         with self._lock:
             index, jobs = self._state.index, self._state.jobs
             entry = index.get(key)

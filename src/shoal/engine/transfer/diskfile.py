@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.kv.hashing import KEY_BYTES
 from shoal.engine.transfer.digest import DIGEST_BYTES, digest
 from shoal.engine.transfer.diskindex import Entry, Held
 
@@ -81,6 +82,7 @@ class Layout(NamedTuple):
         return PAGE + _up(self.num_slots * self.record_bytes, PAGE)
 
     def header(self) -> bytes:
+        assert len(self.root) == KEY_BYTES
         fields = _HEADER.pack(_MAGIC, VERSION, self.root, self.block_tokens, self.block_bytes, self.num_slots)
         return (fields + digest(fields)).ljust(PAGE, b"\0")
 

@@ -20,9 +20,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 class Outcome(NamedTuple):
     key: bytes
-    reason: (
-        str  # "": done; else one of diskstate.ERRORS, or not tried: absent, busy (in line), off (breaker), forgotten
-    )
+    reason: str  # "": done; one of diskstate.ERRORS; or not tried: absent, busy (no room in line), off, forgotten
     busy_ns: int = 0  # what it took, without waiting in line
 
 
@@ -37,13 +35,7 @@ class Phase(Enum):
 
 
 class Job:
-    def __init__(
-        self,
-        kind: Literal["read", "write", "erase"],
-        entry: Entry,
-        tell: Tell | None,
-        data: NDArray[np.uint8] = _NOTHING,
-    ) -> None:
+    def __init__(self, kind: Kind, entry: Entry, tell: Tell | None, data: NDArray[np.uint8] = _NOTHING) -> None:
         self.kind = kind
         self.entry = entry  # of a write: as it will be; of an erase: as it was
         self.tell = tell
@@ -78,7 +70,7 @@ class Jobs:
         self._writes: deque[Job] = deque()
         self._queue: dict[Kind, deque[Job]] = {"read": self._reads, "erase": self._erases, "write": self._writes}
         self._awaited: dict[Job, None] = {}  # reads and writes that are not told, by due time
-        self._writing: dict[bytes, Job] = {}  # by key, from `put` to `ended`
+        self._writing: dict[bytes, Job] = {}  # by key, until `finished`
         self._num_begun: dict[Kind, int] = {"read": 0, "erase": 0, "write": 0}
 
     @property
@@ -124,16 +116,18 @@ class Jobs:
         """One in line leaves it, too."""
         if job.phase is Phase.QUEUED:
             self._queue[job.kind].remove(job)
-            if job.kind == "write":
-                del self._writing[job.key]
+            self.finished(job)
         self._awaited.pop(job, None)
         job.finish(reason, busy_ns)
+
+    def finished(self, job: Job) -> None:
+        """What became of it is known."""
+        if job.kind == "write":
+            del self._writing[job.key]
 
     def ended(self, job: Job) -> None:
         """The thread that had it is free again."""
         self._num_begun[job.kind] -= 1
-        if job.kind == "write":
-            del self._writing[job.key]
 
     def late(self, now_ns: int) -> list[Job]:
         late = itertools.takewhile(lambda job: job.due_ns <= now_ns, self._awaited)

@@ -85,12 +85,14 @@ class DiskState:
             job = self.jobs.take(closing=closing)
             if job is None or job.kind != "write" or self._place(job.entry):
                 return job
+            self.jobs.finished(job)
             self.jobs.tell(job, "full")
             self.jobs.ended(job)
         return None
 
     def finish(self, job: Job, error: Exception | None, busy_ns: int) -> None:
         reason = "" if error is None else reason_of(error)
+        self.jobs.finished(job)
         if job.kind == "read":
             reason = self._finish_read(job, reason, error)
         elif job.kind == "write":
@@ -163,7 +165,7 @@ class DiskState:
             if reason != "full":  # else the index has taken it back
                 self.index.release(entry.slot)
             self._failed(reason, error)
-        elif job.phase is Phase.TOLD:  # too late, or forgotten
+        elif job.phase is Phase.TOLD or not entry.digest:  # too late, or forgotten, or it is time to end
             self.put(Job("erase", entry, job.tell_erased if job.erased else None))
             return
         else:
