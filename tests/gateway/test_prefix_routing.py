@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from shoal.core.kv.hashing import chain, scope_key
 from shoal.core.kv.news import DEVICE
 from shoal.core.request import Finish, RequestSpec
 from shoal.fleet.directory import Held
-from shoal.wire.messages import Ending, Frame, KvNews, Update
+from shoal.wire.messages import Costs, Ending, Frame, KvNews, Update
 from tests.gateway.stub import StubEngine, stage
 from tests.support.gateways import service
 from tests.support.processes import wait_until
@@ -109,3 +110,15 @@ async def test_the_holder_is_picked_and_what_it_found_is_counted_beside_what_was
         assert value("shoal:prefix_prompt_tokens_total") == 90
         assert value("shoal:prefix_expected_tokens_total") == 80
         assert value("shoal:prefix_cached_tokens_total") == 64
+
+
+async def test_costs_that_no_one_could_compute_with_are_not_taken_over(model_dir: Path, folder: Path) -> None:
+    engine, good = StubEngine(), (1e6, 1e4, 1.0, 1e3, 10.0)
+    async with stage(model_dir, folder, engine) as s:
+        for costs in (good, (float("nan"), 1, 1, 1, 1), (-1.0, 1, 1, 1, 1), (1.0,), (1e300, 1, 1, 1, 1)):
+            engine.tell(Frame(view=VIEW, costs=Costs(coefficients=costs)))
+        engine.tell(Frame(view=replace(VIEW, context_tokens=5, waiting_tokens=7)))
+        (link,) = s.gateway._replicas._links.values()
+        await until(lambda: link.replica_view().context_tokens == 5)
+        assert link.replica_view().costs == good and link.replica_view().waiting_tokens == 7
+        assert (await s.complete())[0] == 200

@@ -102,7 +102,7 @@ def tokens(chance: Random, count: int) -> tuple[int, ...]:
 
 
 def test_a_prefix_that_all_ask_for_is_held_by_as_many_as_its_load_needs() -> None:
-    """120 requests in 6 s share 2,000 tokens. One replica has place for all of them at once, and would be slow."""
+    """120 requests in 6 s share 2,000 tokens, and one replica holds them when they come."""
     fleets = {}
     for informed in (True, False):
         chance = Random(1)

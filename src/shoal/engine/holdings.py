@@ -36,7 +36,7 @@ class Holdings:
             tiers = 0 if before is None else before[1]
             tiers = tiers | tier if stored else tiers & ~tier
             if tiers:
-                held[key] = (parent or _NO_KEY, tiers)
+                held[key] = (before[0] if before is not None else parent or _NO_KEY, tiers)
             elif before is not None:
                 del held[key]
             changes.append((key, before is None))
@@ -67,7 +67,7 @@ class Feed:
         self._begun = False
         self._all = list(self._held)
         self._next = 0  # of them
-        self._changed: dict[bytes, None] = {}
+        self._changed: dict[bytes, bool] = {}  # key -> it was held nowhere in between
 
     @property
     def in_full(self) -> bool:
@@ -86,15 +86,19 @@ class Feed:
         for key, is_new in changes:
             if is_new:
                 waiting.pop(key, None)
-            waiting[key] = None
+                waiting[key] = True
+            else:
+                waiting.setdefault(key, False)
         if len(self._changed) > MAX_WAITING:
             self._start()
 
     def piece(self) -> KvNews:
         """The next blocks, at most PIECE_BLOCKS of them."""
         if self.in_full:
-            keys = self._all[self._next : self._next + PIECE_BLOCKS]
-            self._next += len(keys)
+            # What was gone and came back is told in its turn: the block that it depends on may have been gone with it.
+            part = self._all[self._next : self._next + PIECE_BLOCKS]
+            keys = [key for key in part if not self._changed.get(key)]
+            self._next = min(self._next + PIECE_BLOCKS, len(self._all))
             if self._next == len(self._all):
                 self._all, self._next = [], 0
         elif len(self._changed) <= PIECE_BLOCKS:

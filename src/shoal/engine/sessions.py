@@ -83,6 +83,7 @@ class Session:
     def _on_kv(self) -> None:
         self._kv_timer = None
         if self.feed:
+            self._kv_due_s = 0.0  # now; a timer may be a little early
             self.beat()
             self.kv_changed()
 

@@ -229,10 +229,8 @@ class EngineLink:
             self._announced_ns = 0
         self.view, self._ready = view, frame.ready
         self._unreported = (_Sent(), self._unreported[0])
-        if frame.costs is not None and len(frame.costs.coefficients) == len(DEFAULT_COEFFICIENTS):
+        if frame.costs is not None and _sane(frame.costs.coefficients):
             self._costs = frame.costs.coefficients
-        if frame.kv is not None:
-            self._kv_news(frame.kv)
         for update in frame.updates:
             entry = self._sinks.get(update.id)
             if entry is None:
@@ -244,6 +242,8 @@ class EngineLink:
             entry = self._sinks.pop(refusing.id, None)
             if entry is not None:
                 entry[0].on_refused(entry[1], refusing)
+        if frame.kv is not None:  # after the tokens, which somebody waits for
+            self._kv_news(frame.kv)
 
     def _kv_news(self, news: KvNews) -> None:
         """What is told is only of use without a gap, from the beginning on."""
@@ -285,3 +285,8 @@ class EngineLink:
         if trouble != self._trouble:
             self._trouble = trouble
             log.warning("replica.disconnected", {"replica": self.name, "detail": trouble})
+
+
+def _sane(coefficients: tuple[float, ...]) -> bool:
+    """Such as a StepCost has; the router computes with them."""
+    return len(coefficients) == len(DEFAULT_COEFFICIENTS) and all(0 <= each < 1e18 for each in coefficients)

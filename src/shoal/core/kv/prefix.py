@@ -113,22 +113,16 @@ class PrefixIndex:
             chain.tail = tail
             chain.num_entries = index + 1
             if self.news is not None:
-                self.tell(tail, DEVICE, stored=True)
+                self.news.append((key, chain.keys[index - 1] if index else b"", DEVICE, True))
 
     def remove(self, entry: Entry) -> None:
         """The block is given to someone else."""
         entry.live = False
         del self._by_key[entry.key], self._by_block[entry.block]
         if self.news is not None:
-            self.tell(entry, DEVICE, stored=False)
+            self.news.append((entry.key, b"", DEVICE, False))
 
     def take_news(self) -> list[KvEvent]:
         """What was stored and dropped since the call before, in order. From the first call on, which brings nothing."""
         news, self.news = self.news, []
         return news or []
-
-    def tell(self, entry: Entry, tier: int, *, stored: bool) -> None:
-        """Only where somebody takes the news."""
-        assert self.news is not None
-        parent = entry.parent
-        self.news.append(KvEvent(entry.key, parent.key if isinstance(parent, Entry) else b"", tier, stored))
