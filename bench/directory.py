@@ -5,6 +5,7 @@ It is filled by 16 replicas with conversations of 125 blocks (2,000 tokens), a f
 lookup   who holds the longest part of a prompt of 2,000 tokens: known to one replica, to all, to nobody
 tell     blocks stored and dropped a second, as engines tell them: when there is room, and when each needs another's
 forget   a replica is lost: one call, with as many sets of holders as there are; then all of them that may be
+feed     the engine's side: a gateway connects to an engine that holds 100,000 blocks, and is told of them piece by piece
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hashlib import blake2b
 
 from common import Report, arguments
 from shoal.core.kv.news import DEVICE, HOST
+from shoal.engine.holdings import Holdings
 from shoal.fleet.directory import MAX_ENTRIES, NO_KEY, Directory
 from shoal.fleet.holders import MAX_SETS
 from shoal.workload.latency import percentile
@@ -113,6 +115,7 @@ def main() -> None:
     (forget_us,) = microseconds(lambda: directory.forget("engine-3"), 1)
     tidy_us = microseconds(directory.tidy, 20)
     most_us = _most_sets()
+    take_us, follow_us, piece_of_all_us = _feed()
     report.table(
         "the longest calls",
         ("call", "ms"),
@@ -121,6 +124,9 @@ def main() -> None:
             (f"forget() with {num_sets} sets of holders", forget_us / 1e3),
             (f"forget() with {MAX_SETS} sets of holders", most_us / 1e3),
             ("tidy(), longest of 20", max(tidy_us) / 1e3),
+            ("engine: follow() with 100,000 blocks", follow_us / 1e3),
+            ("engine: piece() of them, longest", piece_of_all_us / 1e3),
+            ("engine: take() of 100 blocks, with four gateways", take_us / 1e3),
         ],
     )
     num_bytes = directory.num_bytes
@@ -152,6 +158,22 @@ def _most_sets() -> float:
                 tell(directory, replica, [_key(str(number))])
     assert len(directory._sets) >= MAX_SETS - 100
     return microseconds(lambda: directory.forget("engine-0"), 1)[0]
+
+
+def _feed() -> tuple[float, float, float]:
+    """Microseconds, on the engine's event loop: news of 100 blocks, a gateway that comes, the longest of its pieces."""
+    holdings = Holdings()
+    keys = [_key(f"held {number}") for number in range(100_000)]
+    holdings.take([(key, b"", DEVICE, True) for key in keys])
+    feeds = []
+    (follow_us,) = microseconds(lambda: feeds.append(holdings.follow()), 1)
+    pieces = []
+    while feeds[0]:
+        pieces += microseconds(feeds[0].piece, 1)
+    feeds += [holdings.follow() for _ in range(3)]
+    news = [(_key(f"news {number}"), b"", DEVICE, True) for number in range(100)]
+    (take_us,) = microseconds(lambda: holdings.take(news), 1)
+    return take_us, follow_us, max(pieces)
 
 
 if __name__ == "__main__":
