@@ -20,20 +20,22 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.engine.transfer import fetch as fetch_module
 from shoal.engine.transfer import lend
 from shoal.engine.transfer.digest import digest
 from shoal.engine.transfer.fetch import Fetched
 from shoal.engine.transfer.lease import Range, cut_piece
 from shoal.engine.transfer.lend import Lender
 from shoal.engine.transfer.nixl import Nixl
-from shoal.engine.transfer.shm import Shm
+from shoal.engine.transfer.shm import Shm, ShmReader
 from shoal.engine.transfer.tcp import Tcp
-from shoal.engine.transfer.transport import NUM_PLACES, PIECE_BYTES, Memory, Reader, Transport
+from shoal.engine.transfer.transport import NUM_PLACES, PIECE_BYTES, Memory, Reader, Transport, TransportError
 from shoal.wire.connection import Cause, Connection, ConnectionClosed
 from shoal.wire.messages import Ask, Declined, KeepAlive, Offer, Part, Piece, Role, Taken
 from tests.support.lending import (
     BLOCK_BYTES,
     INFO,
+    LAYER_BYTES,
     LIMIT_S,
     NUM_LAYERS,
     OWNER,
@@ -240,9 +242,70 @@ async def test_a_lease_ends_before_its_blocks_are_pinned() -> None:
         second = await borrow(lender, MANY)
         await until(lambda: store.pins)
         store.pins[2](MANY[:2])
-        assert (await next_of(second, Offer)).num_blocks == 2
+        assert len((await next_of(second, Piece)).parts) == 2
         second.close()
     assert {block for block, _ in store.taken} <= set(MANY[:2])
+
+
+async def test_whoever_asks_for_an_earlier_life_is_declined() -> None:
+    async with lending(FakeStore()) as lender:
+        connection = await borrow(lender, [1], incarnation="an earlier one")
+        assert "another one is here" in (await next_of(connection, Declined)).reason
+
+
+def _read(reader: Reader) -> None:
+    reader.read(0, 100)
+    while not reader.poll():
+        pass
+
+
+async def test_nobody_reads_after_the_lease_is_over() -> None:
+    store, owns, memory = FakeStore(), Tcp(), Memory()
+    async with lending(store, [owns]) as lender:
+        connection = await borrow(lender, MANY)
+        offer = await next_of(connection, Offer)
+        reader = Tcp().open(offer.doors["tcp"], memory, LIMIT_S)
+        connection.close()
+        await until(lambda: not store.pins)
+        with pytest.raises(TransportError):
+            _read(reader)
+        reader.close()
+    owns.close()
+    memory.close()
+
+
+async def test_whoever_waits_for_the_owner_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lend, "LEASE_S", 0.5)
+    monkeypatch.setattr(fetch_module, "RENEW_S", 0.1)
+    store = FakeStore()
+    store.answers = False
+    async with lending(store) as lender, fetching() as fetcher:
+        destination = Destination(2)
+        fetcher.start(order(lender.listener.address, [4, 5]), destination.place, LIMIT_S, destination.tell)
+        await until(lambda: store.pins)
+        await asyncio.sleep(1.0)
+        store.pins[1]([4, 5])
+        assert (await destination.end()).num_good == 2
+
+
+async def test_a_window_in_which_something_may_still_land_is_not_used_again() -> None:
+    class Restless(ShmReader):
+        def close(self) -> bool:
+            super().close()
+            return False
+
+    class RestlessShm(Shm):
+        def open(self, door: bytes, target: Memory, limit_s: float) -> ShmReader:
+            found = super().open(door, target, limit_s)
+            return Restless(found._fd, target)
+
+    async with lending(FakeStore()) as lender:
+        async with fetching([RestlessShm()]) as fetcher:
+            assert (await fetch(fetcher, lender, [1]))[0].num_good == 1
+            assert not fetcher._memories
+        async with fetching([Shm()]) as fetcher:
+            assert (await fetch(fetcher, lender, [1]))[0].num_good == 1
+            assert len(fetcher._memories) == 1
 
 
 async def test_no_more_is_read_ahead_than_the_window_holds() -> None:
@@ -487,46 +550,61 @@ def parts(*ranges: tuple[int, int, int]) -> tuple[Part, ...]:
     return tuple(Part(*each, b"") for each in ranges)
 
 
+NOT_NEXT, NOT_ASKED = "what came is not the next piece", "a piece holds what was not asked for"
 NONSENSE = [
-    [Piece(number=1, parts=())],
-    [Piece(number=0, parts=()), Piece(number=0, parts=())],
-    [Piece(number=number, parts=()) for number in range(100)],
-    [Piece(number=0, parts=parts((3, 0, 6)))],
-    [Piece(number=0, parts=parts((-1, 0, 6)))],
-    [Piece(number=0, parts=parts((0, 1, 5)))],
-    [Piece(number=0, parts=parts((0, 0, 7)))],
-    [Piece(number=0, parts=parts((0, 0, 0)))],
-    [Piece(number=0, parts=parts((0, 0, -1)))],
-    [Piece(number=0, parts=parts((0, 0, 6), (0, 0, 6)))],
-    [Piece(number=0, parts=parts((0, 0, 6)))],  # with a wrong digest
-    [Piece(number=0, parts=(), last=True)],
-    [Offer(num_blocks=3, num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES, doors={})],
-    [KeepAlive()],
+    ([Piece(number=1, parts=())], NOT_NEXT),
+    ([Piece(number=0, parts=()), Piece(number=0, parts=())], NOT_NEXT),
+    ([Offer(num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES, doors={})], NOT_NEXT),
+    ([KeepAlive()], "malformed"),  # an owner never says that
+    ([Piece(number=0, parts=parts((3, 0, 6)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((-1, 0, 6)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((0, 1, 5)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((0, 0, 7)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((0, 0, 0)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((0, 0, -1)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((0, 0, 6), (0, 0, 6)))], NOT_ASKED),
+    ([Piece(number=0, parts=parts((0, 0, 6)))], "another digest"),
+    ([Piece(number=0, parts=(), last=True)], "the rest is not there any more"),
 ]
 
 
-@pytest.mark.parametrize("said", NONSENSE, ids=range(len(NONSENSE)))
-async def test_an_owner_that_talks_nonsense_fools_nobody(said: list[Any]) -> None:
-    """It has the secret, and its window is full of zeros."""
+async def fooled(said: list[Any], destination: Destination, limit_s: float) -> Fetched:
+    """What comes of an owner that has the secret, says this, and whose window is full of zeros."""
     memory, shm = Memory(), Shm()
 
     async def fool(connection: Connection) -> None:
         await next_of(connection, Ask)
         doors = {"shm": shm.register(memory)}
-        connection.send(Offer(num_blocks=3, num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES, doors=doors))
+        connection.send(Offer(num_layers=NUM_LAYERS, block_bytes=BLOCK_BYTES, doors=doors))
         for message in said:
             connection.send(message)
-        await end_of(connection)
+        await end_of(connection, LIMIT_S)
 
     async with wire_listening(fool) as listener, fetching() as fetcher:
         listener._welcome = lambda: INFO
-        destination = Destination(3)
         wanted = order(listener.address, range(3), incarnation="listener")
-        fetcher.start(wanted, destination.place, 1.0, destination.tell)
+        fetcher.start(wanted, destination.place, limit_s, destination.tell)
         outcome = await destination.end()
     memory.close()
-    assert outcome.num_good == 0 and not destination.placed and not destination.bytes_bX.any()
-    assert outcome.why or said == [Piece(number=0, parts=(), last=True)]
+    return outcome
+
+
+@pytest.mark.parametrize(("said", "why"), NONSENSE, ids=range(len(NONSENSE)))
+async def test_an_owner_that_talks_nonsense_fools_nobody(said: list[Any], why: str) -> None:
+    destination = Destination(3)
+    outcome = await fooled(said, destination, LIMIT_S)
+    assert why in outcome.why and outcome.num_good == 0 and not destination.placed
+
+
+async def test_an_owner_that_overwrites_what_was_not_taken_is_left() -> None:
+    """Five pieces for four places, while the first is still being placed: whatever is in the window has no meaning."""
+    layer = digest(bytes(LAYER_BYTES))
+    said = [Piece(number=n, parts=(Part(0, n, 1, layer),)) for n in range(NUM_PLACES + 1)]
+    destination = Destination(3, gated=True)
+    asyncio.get_running_loop().call_later(0.3, destination.gate.set)
+    outcome = await fooled(said, destination, LIMIT_S)
+    assert outcome.why == "a piece came before there was room for it"
+    assert (outcome.num_good, outcome.num_bytes) == (0, NUM_PLACES * LAYER_BYTES)
 
 
 async def test_a_bad_frame_ends_the_fetch() -> None:

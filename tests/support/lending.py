@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
+@lru_cache(128)
 def block_of(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
 

@@ -184,7 +184,6 @@ class Release(Message, frozen=True, tag="release"):
 class Offer(Message, frozen=True, tag="offer"):
     """These blocks are lent from here on."""
 
-    num_blocks: int  # of those asked for, from the first on; of a stream: 0, nobody knows yet
     num_layers: int
     block_bytes: int
     doors: dict[str, bytes]  # ways to read the owner's window, by name of transport

@@ -10,6 +10,7 @@ When a fetch was told, nothing of it touches the caller's blocks any more.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -195,7 +196,7 @@ class Fetcher:
                 self._memories.append(memory)
             else:
                 memory.close()
-        if len(order.keys) > offer.num_blocks and not arrival.why:
+        if arrival.num_good < len(order.keys):
             arrival.give_up("the rest is not there any more")
 
     def _say(self, connection: Connection, message: Message) -> None:
@@ -219,6 +220,8 @@ class Fetcher:
                 await _pause(connection, self._pacer.delay_s(num_bytes))
                 arrival.put(piece)
                 if piece.last:
+                    with contextlib.suppress(ConnectionClosed):
+                        await _hear(connection)  # nothing more comes; the lease is kept while the rest is read
                     return
         except (_Ended, ConnectionClosed) as e:
             arrival.no_more(str(e))

@@ -208,7 +208,7 @@ class Lender:
             self._cut(lease, "there is no such stream")
             return
         lease.stream, stream.lease = stream, lease
-        self._offer(lease, 0)
+        self._offer(lease)
 
     def _pinned(self, lease: Lease, blocks: Sequence[int]) -> None:
         if lease.over:
@@ -219,9 +219,9 @@ class Lender:
         lease.stream = stream = Stream("", lambda num_good: None, post=self.post, changed=self._stream_changed)
         stream.parts.extend(Range(number, block, 0, self._store.num_layers) for number, block in enumerate(blocks))
         stream.ended = True
-        self._offer(lease, len(blocks))
+        self._offer(lease)
 
-    def _offer(self, lease: Lease, num_blocks: int) -> None:
+    def _offer(self, lease: Lease) -> None:
         lease.memory = memory = self._memories.pop() if self._memories else Memory()
         doors = {}
         for transport in self._transports:
@@ -229,15 +229,7 @@ class Lender:
                 doors[transport.name] = transport.register(memory)
             except TransportError as e:
                 log.warning("peers.no_door", {"transport": transport.name, "detail": str(e)})
-        self._say(
-            lease,
-            Offer(
-                num_blocks=num_blocks,
-                num_layers=self._store.num_layers,
-                block_bytes=self._store.block_bytes,
-                doors=doors,
-            ),
-        )
+        self._say(lease, Offer(num_layers=self._store.num_layers, block_bytes=self._store.block_bytes, doors=doors))
         self._fill(lease)
 
     def _taken(self, lease: Lease, number: int) -> None:
@@ -282,6 +274,7 @@ class Lender:
         self._fill(lease)
 
     def _end(self, lease: Lease) -> None:
+        self._num_open -= lease.open
         if lease.memory is not None:
             for transport in self._transports:
                 transport.withdraw(lease.memory)
@@ -291,9 +284,12 @@ class Lender:
             self._store.unpin(lease.number)
         elif lease.stream is not None:
             self._close_stream(lease.stream, lease.num_good)
-        self._num_open -= lease.open
-        while self._line and self._num_open < self._max_leases:
-            self._begin(*self._line.popleft())
+        num_free = self._max_leases - self._num_open
+        while self._line and num_free > 0:
+            waiting, ask = self._line.popleft()
+            if not waiting.over:
+                self.post(self._begin, waiting, ask)
+                num_free -= 1
 
     def _cut(self, lease: Lease, reason: str) -> None:
         """The handler hears of it, and ends the lease."""

@@ -70,22 +70,24 @@ class Nixl:
         with self._lock:
             found = self._lent.pop(memory.address, None)
             if found is not None:
-                self._agent.deregister_memory(found[1])
+                with contextlib.suppress(Exception):  # the lease is over in any case
+                    self._agent.deregister_memory(found[1])
             if not self._lent:
                 self._lending.clear()
 
     def open(self, door: bytes, target: Memory, limit_s: float) -> NixlReader:
         """NIXL connects with the first read: that one shows whether there is a way."""
+        self._sweep()
         try:
             where = msgspec.msgpack.decode(door, type=_Door)
-            self._sweep()
             with self._lock:
                 peer = self._agent.add_remote_agent(where.agent)
                 peer = peer.decode() if isinstance(peer, bytes) else peer
+                listed = self._listed(target)
                 self._peers[peer] += 1
-            return NixlReader(self, self._agent, peer, where.address, self._listed(target), target)
         except Exception as e:
             raise TransportError(f"no way by NIXL: {e}") from None
+        return NixlReader(self, self._agent, peer, where.address, listed, target)
 
     def close(self) -> None:
         self._closing.set()
