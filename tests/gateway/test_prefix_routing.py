@@ -41,6 +41,7 @@ def test_requests_go_to_the_engine_that_holds_their_beginning_until_that_is_kill
 
         s.engines[holder].kill(signal.SIGKILL)
         s.engines[holder].wait()
+        wait_until(lambda: s.counts("directory_blocks")[""] == 0, 10, lambda: s.gateway.text)
         for hits in (0, 96):  # the other one computes it once, and is known to hold it from then on
             assert s.complete([*PROMPT, 60 + hits], max_tokens=4).status == 200
             assert s.engine_count("prefix_cache_hits_total", other) == hits
