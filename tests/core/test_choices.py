@@ -12,8 +12,10 @@ from shoal.core.limits import Limits
 from shoal.core.plan import Slice
 from shoal.core.request import Request, RequestSpec
 from shoal.core.stepcost import StepCost
+from shoal.core.urgency import Hurry, Leeway
 from shoal.core.waiting import FirstComeLine
 
+MS = 10**6
 PER_TOKEN = StepCost((0, 1e6, 0, 0, 0))  # 1 ms a token
 
 
@@ -171,3 +173,20 @@ def test_the_first_slice_gets_one_token_whatever_that_takes() -> None:
     assert room.chunk(1000, 5, room.max_ns) == 1
     room.add_chunk(1000, 1)
     assert room.chunk(0, 5, room.max_ns) == 0
+
+
+@pytest.mark.parametrize(
+    ("due_ms", "limit_ms"),
+    [
+        (1, 12),  # the urgent prompt is late: not longer than the decodes take
+        (30, 30),  # it may take until its first token is due
+        (900, 50),
+    ],
+)
+def test_a_less_urgent_chunk_leaves_the_time_of_a_more_urgent_one_alone(due_ms: int, limit_ms: int) -> None:
+    leeway = Leeway([], Hurry(), 0, decodes_ns=12 * MS, max_ns=50 * MS)
+    urgent = request("urgent", 1)
+    urgent.service, urgent.token_due_ns = DEFAULT_CLASSES["interactive"], due_ms * MS
+    leeway.leave_to([urgent, request("other", 2)])
+    assert leeway.limit_ns(DEFAULT_CLASSES["standard"].rank) == limit_ms * MS
+    assert leeway.limit_ns(urgent.service.rank) == 50 * MS

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from itertools import islice
 
 from shoal.core.members import Members
-from shoal.core.pressure import MAX_LOOKS, blocks_for
+from shoal.core.pressure import MAX_LOOKS, RESERVED, blocks_for
 from shoal.core.request import NEVER_NS, Request
 from shoal.core.urgency import Hurry
 
 MIN_CHOICE, MAX_CANDIDATES = 16, 64  # weighed in one plan
-RESERVED = 32  # one of so many blocks is kept for more urgent newcomers
 
 
 def newcomers(members: Members, line: Iterable[Request], hurry: Hurry, weighs: bool) -> list[tuple[Request, int]]:

@@ -12,8 +12,8 @@ class Part:
     def __init__(self, members: Members, room: Room, step: int) -> None:
         self.step = step
         self.room = room
-        self.admits: list[Admit] = [admit(request) for request in members.arrivals]
-        self.num_arrivals = len(self.admits)  # the others are newcomers
+        self.arrived = [(request, admit(request)) for request in members.arrivals]
+        self.admits: list[Admit] = []  # of newcomers
         self.spared: set[Request] = set(members.arrivals)  # not to be preempted by this plan
         self.decodes: list[Request] = []
         self.slices: list[Slice] = []  # of the decodes

@@ -7,10 +7,13 @@ from itertools import islice
 
 from shoal.core import victims
 from shoal.core.members import Members
+from shoal.core.part import Part
 from shoal.core.request import Request, State
+from shoal.core.urgency import Hurry
 
 MAX_LOOKS = 128  # at requests of the line, in one plan
 MAX_HEADS = 8  # of the waiting line, for whom one plan makes way
+RESERVED = 32  # one of so many blocks is kept for more urgent newcomers
 AHEAD_STEPS = 4  # within so many steps a copy to the host should be done
 
 
@@ -53,22 +56,34 @@ def blocks_for(members: Members, request: Request) -> int:
     return blocks
 
 
-def park_ahead(members: Members) -> None:
-    """A copy takes a few steps: whose blocks others will need by then is parked now, not when all wait for them."""
+def park_ahead(members: Members, hurry: Hurry) -> None:
+    """A copy takes a few steps: whose blocks others will need by then is parked now, not when all wait for them. Others
+    are those that grow, and more urgent newcomers where some are to be expected."""
     running, pool = members.running.values(), members.tables.pool
-    if not members.limits.num_host_blocks or pool.num_available >= len(running):
+    kept = members.limits.num_blocks // RESERVED
+    if not members.limits.num_host_blocks or pool.num_available >= len(running) + kept:
         return
     soon = [each for each in running if each.capacity - each.scheduled < AHEAD_STEPS and each.capacity < each.final]
     coming = members.num_coming
+    if hurry.ttft_ns(max([each.service.rank for each in running], default=0), members.now_ns):
+        coming -= len(running) - len(soon) + kept // 2  # a newcomer leaves each that runs a block to grow
     if len(soon) > coming:
         for victim in victims.for_growth(soon, running, coming, pool.num_sole, members.remaining):
             if members.parking.pays(victim, members.tokens_lost):
                 members.preempt(victim)
 
 
-def find_blocks(members: Members, decodes: list[Request], spared: Collection[Request]) -> list[Request]:
+def find_blocks(members: Members, decodes: list[Request], part: Part) -> list[Request]:
     """Those of `decodes` that have a block for their token. Where blocks are short, others are preempted, or left out
     of this step since blocks will come back with a step or a copy in flight."""
+    found = _with_blocks(members, decodes, part.spared)
+    if decodes and not found and not part.slices and not part.chunks:
+        left = [each for each in decodes if each.state is State.RUNNING]
+        found = _with_blocks(members, left, ())  # somebody must get on
+    return found
+
+
+def _with_blocks(members: Members, decodes: list[Request], spared: Collection[Request]) -> list[Request]:
     pool = members.tables.pool
     growing = [request for request in decodes if request.scheduled == request.capacity]
     if len(growing) <= pool.num_available:

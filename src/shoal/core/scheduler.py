@@ -148,7 +148,7 @@ class Scheduler:
         crowded = pressing.make_way(members, pressed)
         if not crowded:
             pressure.yield_to_urgent(members, self._composer.newcomers(members.line), pressed)
-            pressure.park_ahead(members)
+            pressure.park_ahead(members, self._hurry)
 
         decodes, behind = split(members.running.values())
         num_running = len(decodes) + len(behind)
@@ -165,8 +165,7 @@ class Scheduler:
         ops = members.ops + members.parking.start_leaving(members.returned)
         if not part.slices and not part.chunks and not ops:
             return None
-        num_served, num_newcomers = len(part.decodes) + len(part.chunks), len(part.admits) - part.num_arrivals
-        self._some_left_out = num_served < num_running + num_newcomers
+        self._some_left_out = len(part.decodes) + len(part.chunks) < num_running + len(part.admits)
         return self._launch(part, ops)
 
     def _launch(self, part: Part, ops: list[KvOp]) -> StepPlan:
@@ -176,10 +175,11 @@ class Scheduler:
         self._flights.append(Flight(part.step, features, part.decodes, part.chunks, sampled))
         self._step = part.step
         members = self._members
+        admits = [told for request, told in part.arrived if request in members.arrivals] + part.admits
         leaves, members.leaves = members.leaves, []
         members.arrivals, members.ops = [], []
         predicted_ns = self.cost.predict(features) if slices else 0
-        return StepPlan(part.step, leaves, part.admits, slices, part.room.num_tokens, predicted_ns, ops)
+        return StepPlan(part.step, leaves, admits, slices, part.room.num_tokens, predicted_ns, ops)
 
     def _decode_all(self, decodes: list[Request], behind: list[Request], part: Part) -> bool:
         """One token for each, as far as the step has room. True: it is full."""
@@ -191,7 +191,7 @@ class Scheduler:
         full = num_fit < len(decodes)
         if full and not self._composer.weighs:
             self._serve_first(decodes[num_fit])
-        part.decode(pressure.find_blocks(self._members, decodes[:num_fit] if full else decodes, part.spared))
+        part.decode(pressure.find_blocks(self._members, decodes[:num_fit] if full else decodes, part))
         return full and not self._composer.weighs
 
     def _in_time(self, decodes: list[Request], behind: list[Request], room: Room) -> tuple[list[Request], int]:
@@ -257,7 +257,7 @@ class Scheduler:
             room.max_ns,
         )
         if weighs:
-            leeway.leave_to(min([each.service.rank for each in (*running, *(one for one, _ in found))]))
+            leeway.leave_to([*running, *(one for one, _ in found)])
         candidates = [self._candidate(request, 0, leeway, room) for request in running]
         candidates += [self._candidate(request, blocks, leeway, room) for request, blocks in found]
         for chosen in self._composer.choose(candidates, room, members.free_blocks, members.free_slots):

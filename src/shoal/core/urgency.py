@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal.core.request import NEVER_NS, Request
 
@@ -55,14 +55,16 @@ class Leeway:
         self._decodes = decodes
         self._hurry = hurry
         self._now_ns = now_ns
+        self._decodes_ns = min(max_ns, decodes_ns)
         self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
         self._max_ns = max_ns
-        self._first_rank = NO_RANK
+        self._first_rank, self._first_due_ns = NO_RANK, NEVER_NS
         self._limits_ns: dict[int, int] = {}
 
-    def leave_to(self, rank: int) -> None:
-        """A chunk of this rank is to be computed: the less urgent do not make its step longer."""
-        self._first_rank = rank
+    def leave_to(self, candidates: Iterable[Request]) -> None:
+        """Chunks of these are to be computed: the less urgent do not make the step longer than the most urgent's first
+        tokens may take."""
+        self._first_rank, self._first_due_ns = min([(each.service.rank, each.token_due_ns) for each in candidates])
 
     def limit_ns(self, rank: int) -> int:
         found = self._limits_ns.get(rank)
@@ -71,10 +73,11 @@ class Leeway:
         return found
 
     def _limit_ns(self, rank: int) -> int:
-        if rank > self._first_rank:
-            return self._least_ns
         due_ns = min([each.token_due_ns for each in self._decodes if each.service.rank <= rank], default=NEVER_NS)
         left_ns = due_ns - self._now_ns
         if hurry_ns := self._hurry.ttft_ns(rank, self._now_ns):
             left_ns = min(left_ns, hurry_ns // 2)
-        return max(self._least_ns, min(left_ns, self._max_ns))
+        left_ns, least_ns = min(left_ns, self._max_ns), self._least_ns
+        if rank > self._first_rank:
+            left_ns, least_ns = min(left_ns, self._first_due_ns - self._now_ns), self._decodes_ns
+        return max(least_ns, left_ns)
