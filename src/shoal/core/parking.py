@@ -55,9 +55,11 @@ class Parking:
         if self._limits.preemption != "auto":
             return self._limits.preemption == "swap"
         ahead = sum([len(op.device_blocks) for op, _, _ in self._ops]) + sum(map(self._num_blocks, self._leaving))
-        # While blocks are left the copy out goes on beside the steps of whom it makes way for.
-        ways = 1 if self._tables.pool.num_available >= num_blocks else 2
-        swap_ns = (ahead + ways * num_blocks) * self._limits.block_bytes * self._ns_per_byte
+        # While blocks are left nobody waits for the copies out: the victim stays away while a step serves whom it makes
+        # way for, and the longest one stands for that. Only what the copies out take beyond it delays the copy back.
+        away_ns = self._limits.max_step_ns if self._tables.pool.num_available >= num_blocks else 0
+        block_ns = self._limits.block_bytes * self._ns_per_byte
+        swap_ns = max(0, (ahead + num_blocks) * block_ns - away_ns) + num_blocks * block_ns
         return swap_ns <= self._recompute_ns(request.scheduled) + LOST_SHARE * self._recompute_ns(tokens_lost)
 
     def _recompute_ns(self, tokens: int) -> int:
