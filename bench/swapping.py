@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from engine import GREEDY, SESSION, Engine
 from live import copier
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
-from shoal.core.plan import Event, Refused, StepPlan, Token
+from shoal.core.plan import Copied, Event, KvOp, Refused, StepPlan, StepResult, Token
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
@@ -36,6 +37,7 @@ MODES: tuple[Mode, ...] = ("swap", "recompute", "auto")
 # A model of 1.5 billion parameters on two cores: with its 28 KB a token both answers are right somewhere in the grid.
 MACHINE = (1.2e8, 2.1e6, 350.0, 5e5, 2e3)  # of core.stepcost
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 28 * 1024
+UNEVEN = 0.05  # steps and copies take longer or shorter by so much (sigma of a log-normal factor)
 NUM_PRIMING = 6  # episodes with swaps, from which the scheduler learns the rate of copies; it starts from its default
 
 URGENT_PROMPT, URGENT_TOKENS = 96, 2
@@ -144,7 +146,26 @@ def _spec(id: str, service_class: str, num_prompt: int, num_output: int) -> Requ
 # -- simulated ---------------------------------------------------------------------------------------------------------
 
 
-def simulated(cell: Cell, mode: Mode) -> float:
+class Uneven(Modelled):
+    """Steps and copies take about what the model says."""
+
+    def __init__(self, seed: int, copy_bytes_per_s: float) -> None:
+        super().__init__(StepCost(MACHINE), copy_bytes_per_s=copy_bytes_per_s)
+        self._step_chance, self._copy_chance = Random(f"{seed}/steps"), Random(f"{seed}/copies")
+
+    def run(self, plan: StepPlan, now_ns: int, free_ns: int) -> tuple[int, StepResult]:
+        _, result = super().run(plan, now_ns, free_ns)
+        busy_ns = int(result.busy_ns * self._step_chance.lognormvariate(0, UNEVEN))
+        done_ns = max(now_ns, free_ns) + busy_ns
+        return done_ns, replace(result, busy_ns=busy_ns, latency_ns=done_ns - now_ns)
+
+    def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
+        _, copied = super().copy(op, num_bytes, now_ns, free_ns)
+        busy_ns = int(copied.busy_ns * self._copy_chance.lognormvariate(0, UNEVEN))
+        return max(now_ns, free_ns) + busy_ns, copied._replace(busy_ns=busy_ns)
+
+
+def simulated(cell: Cell, mode: Mode, seed: int) -> float:
     """Seconds. The scheduler has learned the rate from the copies of earlier episodes, the same ones in each mode."""
     limits = cell.limits(
         Limits(
@@ -157,7 +178,7 @@ def simulated(cell: Cell, mode: Mode) -> float:
             preemption="swap",
         )
     )
-    stage = _Stage(limits, cell.mb_per_s * 1_000_000)
+    stage = _Stage(limits, Uneven(seed, cell.mb_per_s * 1_000_000))
     for number in range(NUM_PRIMING):
         stage.run(cell, number)
     object.__setattr__(limits, "preemption", mode)  # only here does a scheduler change its mind while it runs
@@ -165,11 +186,10 @@ def simulated(cell: Cell, mode: Mode) -> float:
 
 
 class _Stage:
-    def __init__(self, limits: Limits, copy_bytes_per_s: float) -> None:
+    def __init__(self, limits: Limits, machine: Uneven) -> None:
         self._agenda = Agenda()
         root = root_key("simulated", "none", "none", limits.block_tokens)
         self._scheduler = Told(limits, hash_root=root, cost=StepCost(MACHINE))
-        machine = Modelled(StepCost(MACHINE), copy_bytes_per_s=copy_bytes_per_s)
         self._replica = Replica(self._scheduler, machine, self._agenda, tell=self._hear)
         self._episode: Episode | None = None
 
