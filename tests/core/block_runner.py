@@ -77,12 +77,14 @@ class BlockRunner:
                 assert not any(block in named for _, named in self.flights), f"block {block} of {op} is in flight"
                 assert not self._copying(block), f"block {block} is copied twice at once"
         for other in self.copies:
-            assert not set(op.host_blocks) & set(other.host_blocks), f"{op} and {other} share host blocks"
+            reads = not op.out and not other.out  # of a prefix, for two at once
+            assert reads or not set(op.host_blocks) & set(other.host_blocks), f"{op} and {other} share host blocks"
         self.copies.append(op)
 
-    def copy(self) -> Copied:
-        """The oldest copy is done."""
+    def copy(self, spoiled: Callable[[], bool] = lambda: False) -> Copied:
+        """The oldest copy is done. `spoiled`: whether a block comes back with another content, asked for each."""
         op = self.copies.popleft()
+        bad = [] if op.out else [place for place in range(len(op.device_blocks)) if spoiled()]
         source, target = (self.slots, self.host) if op.out else (self.host, self.slots)
         pairs = zip(op.device_blocks, op.host_blocks, strict=True)
         for here, there in [(d, h) if op.out else (h, d) for d, h in pairs]:
@@ -92,7 +94,10 @@ class BlockRunner:
                     target[there, offset] = source[here, offset][0], 0
             if not op.out:
                 self.written[there] = 0
-        return Copied(op.number, 1000)
+        for place in bad:
+            for offset in range(self.size):
+                self.slots[op.device_blocks[place], offset] = -1, 0
+        return Copied(op.number, 1000, tuple(bad))
 
     def _copying(self, block: int) -> bool:
         return any(block in op.device_blocks for op in self.copies)

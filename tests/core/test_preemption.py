@@ -191,7 +191,7 @@ def test_aborts_at_every_moment_of_a_park_leave_nothing_behind() -> None:
         while clock.runner.copies:
             clock.step()
         view = clock.scheduler.view()
-        assert view.free_host_blocks == 40 and view.free_blocks + view.cached_blocks == 1000
+        assert view.free_host_blocks + view.cached_host_blocks == 40 and view.free_blocks + view.cached_blocks == 1000
     assert {"running", "parking", "waiting", "returning"} <= ends
 
 

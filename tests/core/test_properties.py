@@ -103,7 +103,8 @@ class World:
 
     def copy(self) -> None:
         if self.runner.copies:
-            self.hear(self.scheduler.copied([self.runner.copy()], self.now_ns))
+            copied = self.runner.copy(lambda: self.chance.random() < 0.05)
+            self.hear(self.scheduler.copied([copied], self.now_ns))
 
     def drain(self) -> None:
         """Everything ends, in bounded time, and nothing is left behind."""
@@ -120,7 +121,7 @@ class World:
         view = self.scheduler.view()
         assert view.num_running == view.num_waiting == view.waiting_tokens == self.scheduler.num_in_flight == 0
         assert view.free_blocks + view.cached_blocks == self.limits.num_blocks
-        assert view.free_host_blocks == self.limits.num_host_blocks
+        assert view.free_host_blocks + view.cached_host_blocks == self.limits.num_host_blocks
         delivered = sum(len(client.output) - len(client.spec.output) for client in self.clients.values())
         assert view.generation_tokens == delivered
         assert view.hash_collisions == 0

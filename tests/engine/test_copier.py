@@ -26,12 +26,13 @@ class FakeHost:
         self.permits = threading.Semaphore(0)
         self.gated = gated
 
-    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> None:
+    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> list[int]:
         self.entered.release()
         assert not self.gated or self.permits.acquire(timeout=WAIT_S)
         if len(self.pieces) == self.fails_at:
             raise OSError("the memory is gone")
         self.pieces.append((out, device_block, host_block, count))
+        return []
 
 
 class Ear:

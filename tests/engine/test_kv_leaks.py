@@ -96,7 +96,7 @@ class Bench:
         view = self.scheduler.view()
         assert (view.num_running, view.num_waiting) == (0, 0)
         assert view.free_blocks + view.cached_blocks == view.total_blocks == self.scheduler.limits.num_blocks
-        assert view.free_host_blocks == view.total_host_blocks > 0
+        assert view.free_host_blocks + view.cached_host_blocks == view.total_host_blocks > 0
         assert set(self.ended) == set(self.num_tokens)
         self.runner.forget_all()
         assert not self.runner._table.rows and not self.runner._seams

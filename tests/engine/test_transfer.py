@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def _all_was_parked(scheduler: Scheduler, outcomes: dict[str, Outcome]) -> None:
     assert view.parks == sum(outcome.parks for outcome in outcomes.values()) >= 4
     assert view.recomputed_tokens == 0 and view.swapped_out_bytes >= view.swapped_in_bytes > 0
     assert view.free_blocks + view.cached_blocks == view.total_blocks
-    assert view.free_host_blocks == view.total_host_blocks
+    assert view.free_host_blocks + view.cached_host_blocks == view.total_host_blocks
 
 
 def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(runner: Runner) -> None:
@@ -218,6 +219,44 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(runner
     scores = [[entry.logprob for entry in outcome.prompt_logprobs] for outcome in (whole, cut)]
     assert scores[1] == pytest.approx(scores[0], abs=1e-4)
     assert cut.tokens == whole.tokens
+
+
+# -- prefix blocks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_prefix_that_the_device_gave_up_comes_back_from_the_host_unless_its_bytes_changed(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, steps_in_flight: int, flipped: bool
+) -> None:
+    """KV-03, I7: beside a stream that runs all the time, a prompt is asked again after others took its blocks."""
+    long = RequestSpec(id="long", prompt=PROMPT[:5], max_tokens=150, sampling=GREEDY)
+    first = RequestSpec(id="first", prompt=PROMPT * 2, max_tokens=4, sampling=GREEDY)
+    again = replace(first, id="again")
+    others = [
+        RequestSpec(id=f"o{n}", prompt=tuple((7 * n + 3 * place) % 269 for place in range(80)), max_tokens=2)
+        for n in range(4)
+    ]
+    scheduler = make_scheduler(runner, num_blocks=18, max_steps_in_flight=steps_in_flight)
+    assert runner.host is not None
+    if flipped:
+        honest = HostBlocks.copy
+
+        def spoil(host: HostBlocks, **how: Any) -> list[int]:
+            """Blocks that come back have one bit changed meanwhile, until that was noticed."""
+            if not how["out"] and not scheduler.view().bad_blocks:
+                host._host_HNX[how["host_block"], 1, 77] ^= 16
+            return honest(host, **how)
+
+        monkeypatch.setattr(HostBlocks, "copy", spoil)
+    arrivals = {20 * number: [spec] for number, spec in enumerate([*others, again], 1)}
+    outcomes = run_requests(runner, scheduler, [long, first], later=arrivals)
+    alone = run_requests(runner, make_scheduler(runner), [long])["long"].tokens
+    assert outcomes["again"].tokens == outcomes["first"].tokens and outcomes["long"].tokens == alone
+    view = scheduler.view()
+    assert view.host_hits >= 64 and (view.bad_blocks > 0) == flipped
+    assert view.free_blocks + view.cached_blocks == view.total_blocks
+    assert view.free_host_blocks + view.cached_host_blocks == view.total_host_blocks
 
 
 # -- the whole engine --------------------------------------------------------------------------------------------------
@@ -285,7 +324,7 @@ def test_an_engine_whose_pool_is_too_small_parks_and_says_so(
     assert client.tokens == undisturbed
     view = client.turns[-1].view
     assert view.parks >= 4 and view.recomputed_tokens == 0
-    assert view.free_host_blocks == view.total_host_blocks
+    assert view.free_host_blocks + view.cached_host_blocks == view.total_host_blocks
     updates = [update for turn in client.turns for update in turn.updates.get(1, ())]
     assert sum(update.parked is True for update in updates) == sum(update.parked is False for update in updates) > 0
     assert all(sum(update.waited_ns is not None for update in updates if update.id == id) == 1 for id in undisturbed)

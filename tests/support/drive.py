@@ -90,9 +90,11 @@ def _submit(scheduler: Scheduler, specs: Iterable[RequestSpec], outcomes: dict[s
 
 
 def _copy(runner: Any, op: KvOp) -> Copied:
-    for device_block, host_block in zip(op.device_blocks, op.host_blocks, strict=True):
-        runner.host.copy(out=op.out, device_block=device_block, host_block=host_block, count=1)
-    return Copied(op.number, 1)
+    bad = []
+    for place, (device_block, host_block) in enumerate(zip(op.device_blocks, op.host_blocks, strict=True)):
+        if runner.host.copy(out=op.out, device_block=device_block, host_block=host_block, count=1):
+            bad.append(place)
+    return Copied(op.number, 1, tuple(bad))
 
 
 def record(outcome: Outcome, event: object) -> None:

@@ -15,6 +15,7 @@ from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import Admit, ClassView, Copied, Event, KvOp, Parked, Preempted, Resumed, Started
 from shoal.core.request import NEVER_NS, Request, State
+from shoal.core.sharing import Sharing
 from shoal.core.stepcost import StepCost
 from shoal.core.tables import BlockTables
 from shoal.core.waiting import Line
@@ -26,6 +27,7 @@ class Members:
         self.line = line
         self.tables = BlockTables(limits)
         self.parking = Parking(limits, self.tables, cost)
+        self.sharing = Sharing(limits, self.tables, self.parking)
         self.lengths = Lengths()
         self.running: dict[str, Request] = {}  # in the order in which steps serve them
         self.num_returning = 0  # hold a slot and blocks, and run when their copy is done
@@ -77,37 +79,53 @@ class Members:
         self.line.remove(request)
         self.tables.enter(request)
         self.parking.drop(request)
-        waited_ns = self.now_ns - request.served_ns
-        self.events.append((Resumed if request.started else Started)(request.id, waited_ns))
-        request.started = True
-        request.move(State.RUNNING)
-        self.running[request.id] = request
         self.recomputed_tokens += max(0, request.lost - request.computed)
-        self.found_again(request)
+        self._found_again(request)
+        request.move(State.RUNNING)
+        self._join(request, self.now_ns)
+        return admit(request)
+
+    def _join(self, request: Request, now_ns: int) -> None:
+        self.running[request.id] = request
+        self.events.append((Resumed if request.started else Started)(request.id, now_ns - request.served_ns))
+        request.started = True
         if request.cached_tokens < 0:
             request.cached_tokens = min(request.computed, request.num_prompt)
             self.prompt_tokens += request.num_prompt
-        return admit(request)
+
+    def must_copy(self, request: Request) -> bool:
+        """Whether KV comes back from the host tier before it can enter. `chain.matched` is up to date."""
+        return self.parking.must_copy(request) or bool(self.sharing.find(request))
 
     def bring(self, request: Request) -> None:
-        """A parked request gets its blocks, and its KV is copied into those that the prefix index does not have."""
+        """One that waits gets its blocks, and its KV is copied into those that the prefix index does not have."""
+        shared = [] if self.parking.must_copy(request) else self.sharing.find(request)
         self.line.remove(request)
         self.tables.enter(request)
-        self.ops.append(self.parking.bring(request))
+        if shared:
+            self.parking.drop(request)
+            self.ops.append(self.sharing.bring(request, shared))
+            self.recomputed_tokens += max(0, request.lost - request.kept)
+        else:
+            self.ops.append(self.parking.bring(request))
+        self._found_again(request)
         self.num_returning += 1
 
     def copied(self, done: Iterable[Copied], now_ns: int) -> None:
         """Copies that are done, in the order of their numbers. ValueError: another one was due."""
         for each in done:
             request = self.parking.done(each)
+            if request is None:
+                continue
+            self.sharing.came(request)
             if request.state is State.WAITING:
                 self.line.add(request)
             elif request.state is State.RUNNING:
                 self.num_returning -= 1
-                self.events.append(Resumed(request.id, now_ns - request.served_ns))
-                self.running[request.id] = request
+                if request.num_output:
+                    request.token_due_ns = now_ns + request.tpot_ns if request.tpot_ns else NEVER_NS
+                self._join(request, now_ns)
                 self.arrivals.append(request)  # the next plan makes it known to the runner
-                request.token_due_ns = now_ns + request.tpot_ns if request.tpot_ns else NEVER_NS
 
     # -- out of it -----------------------------------------------------------------------------------------------------
 
@@ -140,10 +158,11 @@ class Members:
             self.tables.leave(request, self.returned)
         elif state is State.WAITING:
             self.line.remove(request)
-            self.found_again(request)
+            self._found_again(request)
         elif state is State.RETURNING:
             self.num_returning -= 1
         self.parking.abandon(request, self.returned)
+        self.sharing.ended(request)
         request.move(State.FINISHED)
         self.line.ended(request)
 
@@ -154,7 +173,7 @@ class Members:
         else:
             self.leaves.append(request.id)
 
-    def found_again(self, request: Request) -> None:
+    def _found_again(self, request: Request) -> None:
         self.tokens_lost -= request.lost
         request.lost = 0
 

@@ -32,6 +32,8 @@ def newcomers(members: Members, line: Iterable[Request], hurry: Hurry, weighs: b
             continue
         ready = request.last_step <= members.returned and request not in members.yielded
         blocks = blocks_for(members, request) if ready else 0
+        if members.sharing.is_coming(request):
+            continue
         if weighs and members.running and hurry.ttft_ns(request.service.rank, members.now_ns):
             blocks += members.limits.num_blocks // RESERVED  # a more urgent one would have to wait for a copy
         ahead: list[int] = []
@@ -41,7 +43,7 @@ def newcomers(members: Members, line: Iterable[Request], hurry: Hurry, weighs: b
             if not weighs or (ready and request.started):
                 break  # nobody overtakes it
             waits = [request, *waits][:MAX_CANDIDATES]
-        elif not members.parking.must_copy(request):
+        elif not members.must_copy(request):
             found.append((request, blocks))
             first = min(first, request.urgency)
             slots, left = slots - 1, left - blocks

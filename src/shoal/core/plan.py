@@ -44,11 +44,11 @@ class Slice(NamedTuple):
 
 
 class KvOp(NamedTuple):
-    """Copy whole blocks between the device and the host tier, beside the steps. No step in flight names its blocks, and
-    nobody else gets them before it is done."""
+    """Copy whole blocks between the device and the host tier, beside the steps. No step in flight writes to its blocks,
+    and nobody else gets them before it is done."""
 
     number: int  # counts from 1; done in this order
-    id: str  # whose KV it is
+    id: str  # whose KV it is; empty for prefix blocks that nobody holds
     out: bool  # from the device to the host; else back
     device_blocks: tuple[int, ...]
     host_blocks: tuple[int, ...]  # as many
@@ -59,6 +59,7 @@ class Copied(NamedTuple):
 
     number: int
     busy_ns: int  # time of the copy itself, without waiting for others
+    bad: tuple[int, ...] = ()  # which of its blocks, counted from 0, came back with another content than they had
 
 
 @dataclass(slots=True)
@@ -180,6 +181,9 @@ class View:
     parks: int = 0
     recomputed_tokens: int = 0
     free_host_blocks: int = 0
+    cached_host_blocks: int = 0  # prefix blocks that a prompt would find
+    host_hits: int = 0  # tokens found in the host tier, beyond those found on the device
+    bad_blocks: int = 0  # that came back from the host tier with another content, and were computed again
     total_host_blocks: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0

@@ -86,7 +86,7 @@ def _serve_running(members: Members, request: Request, part: Part) -> bool:
 def _serve_waiting(members: Members, request: Request, part: Part) -> bool:
     if members.free_slots < 1 or members.tables.blocks_to_enter(request) > members.tables.pool.num_available:
         return False
-    if members.parking.must_copy(request):
+    if members.must_copy(request):
         members.bring(request)
         return True
     start = len(request.chain.matched) * members.limits.block_tokens

@@ -165,6 +165,7 @@ class Scheduler:
         ops = members.ops + members.parking.start_leaving(members.returned)
         if not part.slices and not part.chunks and not ops:
             return None
+        ops = ops or members.sharing.start_spilling()
         self._some_left_out = len(part.decodes) + len(part.chunks) < num_running + len(part.admits)
         return self._launch(part, ops)
 
@@ -224,7 +225,7 @@ class Scheduler:
             num_slots, num_blocks = num_slots - 1, num_blocks - pressure.blocks_for(members, request)
             if num_slots < 0 or num_blocks < 0:
                 break
-            if not members.parking.must_copy(request):
+            if not members.must_copy(request):
                 start = len(request.chain.matched) * self.limits.block_tokens
                 found.append((request, start, request.known - start))
         return found
@@ -386,6 +387,9 @@ class Scheduler:
             parks=members.parks,
             recomputed_tokens=members.recomputed_tokens,
             free_host_blocks=host.num_free,
+            cached_host_blocks=host.num_cached,
+            host_hits=members.sharing.num_hit,
+            bad_blocks=parking.num_bad,
             total_host_blocks=host.num_blocks,
             swapped_out_bytes=parking.swapped_out_bytes,
             swapped_in_bytes=parking.swapped_in_bytes,

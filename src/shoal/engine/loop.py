@@ -290,6 +290,8 @@ class StepLoop:
         for each in copied:
             op = self._copies.popleft()
             assert op.number == each.number, f"copy {each.number} was reported, {op.number} was due"
+            if each.bad:
+                log.warning("kv.bad_blocks", {"copy": op.number, "request": op.id, "blocks": len(each.bad)})
         self._expect_copy(now_ns)
         updates.add_all(self._scheduler.copied(copied, now_ns))
 

@@ -74,7 +74,7 @@ class EngineCollector(Collector):
 
 def _gauges(view: View) -> Iterator[Metric]:
     used = view.total_blocks - view.free_blocks - view.cached_blocks
-    used_on_host = view.total_host_blocks - view.free_host_blocks
+    used_on_host = view.total_host_blocks - view.free_host_blocks - view.cached_host_blocks
     for name, text, value in (
         ("num_requests_running", "requests that take part in steps", view.num_running),
         ("num_requests_waiting", "requests that wait in the engine", view.num_waiting),
@@ -85,6 +85,7 @@ def _gauges(view: View) -> Iterator[Metric]:
             "share of the host tier's blocks that hold parked requests, 0 to 1",
             used_on_host / max(view.total_host_blocks, 1),
         ),
+        ("host_cache_cached_blocks", "prefix blocks in the host tier", view.cached_host_blocks),
         ("waiting_tokens", "tokens to compute before the waiting requests sample", view.waiting_tokens),
     ):
         yield GaugeMetricFamily(f"shoal:{name}", text, value)
@@ -123,6 +124,8 @@ def _counters(view: View) -> Iterator[Metric]:
         ("num_parks", "preempted requests whose KV went to the host tier", view.parks),
         ("kv_swapped_out_bytes", "KV copied to the host tier", view.swapped_out_bytes),
         ("kv_swapped_in_bytes", "KV copied back from the host tier", view.swapped_in_bytes),
+        ("kv_bad_blocks", "KV blocks that came back with another content, and were computed again", view.bad_blocks),
+        ("prefix_cache_host_hits", "prompt tokens found in the host tier, beyond those on the device", view.host_hits),
         ("recomputed_tokens", "tokens computed again after a preemption", view.recomputed_tokens),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", view.prefix_hits),

@@ -1,24 +1,66 @@
-"""The host tier: blocks of main memory that hold the KV of parked requests while the device's blocks serve others."""
+"""The host tier: blocks of main memory for the KV of parked requests, and for prefix blocks that the device gives up.
+
+Every block is in exactly one of three states, at all times:
+
+    free     holds nothing
+    cached   holds a prefix block that anyone may ask for; given up, least recently used first, for those that need it
+    owned    by one request that is parked, or by a copy on its way
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
+
+from shoal.core.kv.news import HOST
+from shoal.core.kv.prefix import Entry, PrefixIndex
+
+
+class HostEntry:
+    """A prefix block; the fields that it shares with kv.prefix.Entry mean the same."""
+
+    __slots__ = ("block", "check", "key", "num_readers", "parent", "tokens")
+
+    def __init__(self, entry: Entry, block: int) -> None:
+        self.key = entry.key
+        self.parent = entry.parent.key if isinstance(entry.parent, Entry) else b""
+        self.tokens = entry.tokens
+        self.check = entry.check
+        self.block = block
+        self.num_readers = 0  # copies in flight that read it
 
 
 class HostTier:
-    """Every block is free or belongs to one request. Memory grows with the blocks ever used."""
+    """Memory grows with the blocks ever used."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        """`index`: of the device's blocks, whose news tell of these too."""
         self.num_blocks = num_blocks
+        self._index = index
         self._free: list[int] = []  # used before; blocks num_used .. num_blocks - 1 were never used
         self._num_used = 0
+        self._cached: OrderedDict[bytes, HostEntry] = OrderedDict()  # by key, next to go first; a prefix from its end
+        self._num_read = 0  # of them, those with readers
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_free(self) -> int:
         return len(self._free) + self.num_blocks - self._num_used
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out now."""
+        return self.num_free + len(self._cached) - self._num_read
+
     def allocate(self, count: int) -> list[int]:
-        """The caller has checked `num_free`."""
+        """The caller has checked `num_available`."""
+        idle = (entry for entry in self._cached.values() if not entry.num_readers)
+        for entry in list(islice(idle, max(0, count - self.num_free))):
+            self.forget(entry)
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
         first, self._num_used = self._num_used, self._num_used + count - len(again)
         assert self._num_used <= self.num_blocks, f"{count} host blocks of {self.num_blocks}"
@@ -27,12 +69,55 @@ class HostTier:
     def release(self, blocks: Iterable[int]) -> None:
         self._free += blocks
 
-    def check(self, tables: Iterable[list[int]]) -> None:
-        """`tables`: the host blocks of every request. AssertionError where a block is lost or owned twice."""
+    # -- prefix blocks -------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> HostEntry | None:
+        return self._cached.get(key)
+
+    def store(self, entry: Entry, block: int) -> None:
+        """An owned block holds a copy of the entry's from now on, and is cached."""
+        if entry.key in self._cached:
+            self._free.append(block)
+            return
+        self._cached[entry.key] = HostEntry(entry, block)
+        if self._index.news is not None:
+            parent = entry.parent.key if isinstance(entry.parent, Entry) else b""
+            self._index.news.append((entry.key, parent, HOST, True))
+
+    def forget(self, entry: HostEntry) -> None:
+        """Nobody reads it."""
+        if self._cached.pop(entry.key, None) is entry:
+            self._free.append(entry.block)
+            if self._index.news is not None:
+                self._index.news.append((entry.key, b"", HOST, False))
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """Of one prefix, its end first. Those that are cached are the last to go, its start after all others."""
+        for key in keys:
+            if key in self._cached:
+                self._cached.move_to_end(key)
+
+    def hold(self, entries: Iterable[HostEntry]) -> None:
+        """A copy reads them until `let_go`."""
+        for entry in entries:
+            self._num_read += not entry.num_readers
+            entry.num_readers += 1
+
+    def let_go(self, entries: Iterable[HostEntry]) -> None:
+        for entry in entries:
+            entry.num_readers -= 1
+            self._num_read -= not entry.num_readers
+
+    def check(self, tables: Iterable[Iterable[int]]) -> None:
+        """`tables`: the host blocks of every owner. AssertionError where a block is lost or owned twice."""
         owned = [block for table in tables for block in table]
-        assert len(set(owned)) == len(owned), f"a host block has two owners: {sorted(owned)}"
-        assert not set(owned) & set(self._free), "a host block is both free and owned"
+        cached = [entry.block for entry in self._cached.values()]
+        taken = owned + cached
+        assert len(set(taken)) == len(taken), f"a host block has two owners: {sorted(taken)}"
+        assert not set(taken) & set(self._free), "a host block is both free and taken"
         assert len(set(self._free)) == len(self._free), "a host block is free twice"
-        assert len(owned) + self.num_free == self.num_blocks, (
-            f"{len(owned)} owned + {self.num_free} free host blocks, the tier has {self.num_blocks}"
+        assert len(taken) + self.num_free == self.num_blocks, (
+            f"{len(owned)} owned + {len(cached)} cached + {self.num_free} free host blocks, not {self.num_blocks}"
         )
+        num_read = sum(entry.num_readers > 0 for entry in self._cached.values())
+        assert num_read == self._num_read, f"{num_read} cached host blocks are read, not {self._num_read}"

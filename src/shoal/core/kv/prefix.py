@@ -19,14 +19,21 @@ from shoal.core.kv.news import DEVICE, KvEvent
 
 
 class Entry:
-    __slots__ = ("block", "key", "live", "parent", "tokens")
+    __slots__ = ("block", "check", "key", "live", "parent", "tokens")
 
     def __init__(self, key: bytes, parent: Entry | bytes, tokens: tuple[int, ...], block: int) -> None:
         self.key = key
         self.parent = parent  # bytes: the scope's key, before the first block
         self.tokens = tokens
         self.block = block
+        self.check = check(parent, tokens)
         self.live = True  # False once the block was given to someone else
+
+
+def check(parent: Entry | bytes | int, tokens: tuple[int, ...]) -> int:
+    """A second digest of a whole prefix, beside its key: it tells prefixes apart whose keys collide where the entries
+    before a block are not at hand. `parent`: the entry before, or its check; before the first, the scope's key."""
+    return hash((parent.check if isinstance(parent, Entry) else parent, tokens))
 
 
 class Chain:

@@ -28,7 +28,7 @@ class Host(Protocol):
     num_device_blocks: int
     block_bytes: int
 
-    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> None: ...
+    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> list[int]: ...
 
 
 class Copier:
@@ -70,7 +70,7 @@ class Copier:
         for out in (True, False):
             began_ns = time.perf_counter_ns()
             for block in range(count):
-                spent_ns += self._copy(KvOp(0, "", out, (block,), (block,)))
+                spent_ns += self._copy(KvOp(0, "", out, (block,), (block,)))[0]
                 num_blocks += 1
                 if time.perf_counter_ns() - began_ns > MEASURE_NS:
                     break
@@ -80,27 +80,28 @@ class Copier:
         while (asked := self._ops.get()) is not None:
             op, tell = asked
             try:
-                busy_ns = self._copy(op)
+                busy_ns, bad = self._copy(op)
             except Exception as error:
                 tell(error)
                 return
             if self._closing.is_set():
                 return
-            tell(Copied(op.number, busy_ns))
+            tell(Copied(op.number, busy_ns, bad))
 
-    def _copy(self, op: KvOp) -> int:
-        """How long it took, in ns, with the pauses between its pieces."""
+    def _copy(self, op: KvOp) -> tuple[int, tuple[int, ...]]:
+        """How long it took, in ns, with the pauses between its pieces; which blocks came back with another content."""
         began_ns = time.perf_counter_ns()
-        num_done = 0
+        num_done, bad = 0, []
         for device_block, host_block, count in pieces(op, max(1, PIECE_BYTES // self._host.block_bytes)):
             if self._closing.is_set():
                 break
-            self._host.copy(out=op.out, device_block=device_block, host_block=host_block, count=count)
+            found = self._host.copy(out=op.out, device_block=device_block, host_block=host_block, count=count)
+            bad += [num_done + place for place in found]
             num_done += count
             if self._max_bytes_per_s:
                 due_s = num_done * self._host.block_bytes / self._max_bytes_per_s
                 self._closing.wait(max(0.0, due_s - (time.perf_counter_ns() - began_ns) / 1e9))
-        return time.perf_counter_ns() - began_ns
+        return time.perf_counter_ns() - began_ns, tuple(bad)
 
 
 def pieces(op: KvOp, most: int) -> Iterator[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shoal.engine.device import Device
 from shoal.engine.kvstore import KVStore
+from shoal.engine.transfer.digest import digest
 
 
 class HostBlocks:
@@ -18,10 +19,12 @@ class HostBlocks:
         self.num_blocks = num_blocks
         self.block_bytes = num_layers * num_bytes
         self._host_HNX = device.host_pool(num_blocks * self.block_bytes).view(num_blocks, num_layers, num_bytes)
+        self._digests: list[bytes] = [b""] * num_blocks  # of what was copied out
         self._copy = device.copies()
 
-    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> None:
-        """`count` blocks that lie side by side here and there; `out`: from the device. Returns when they are there.
+    def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> list[int]:
+        """`count` blocks that lie side by side here and there; `out`: from the device. Returns when they are
+        there: which of them, counted from 0, are not what was copied out.
 
         From any thread, as long as nobody else touches these blocks.
         """
@@ -31,5 +34,10 @@ class HostBlocks:
         host_NcX = self._host_HNX[host_block : host_block + count].transpose(0, 1)
         if out:
             self._copy(host_NcX, device_NcX)
-        else:
-            self._copy(device_NcX, host_NcX)
+        digests = [digest(self._host_HNX[block].numpy()) for block in range(host_block, host_block + count)]
+        if out:
+            self._digests[host_block : host_block + count] = digests
+            return []
+        self._copy(device_NcX, host_NcX)
+        kept = self._digests[host_block : host_block + count]
+        return [place for place, pair in enumerate(zip(digests, kept, strict=True)) if pair[0] != pair[1]]
