@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ def check(scheduler: Scheduler) -> None:
     assert members.num_returning == sum(r.state is State.RETURNING for r in parking.requests()), "returning"
     for request in running.values():
         assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
+    counted = Counter(request.spec.service_class for request in running.values())
+    assert members.num_of_class == counted, f"{counted} run, counted as {members.num_of_class}"
     scheduler._composer.check(running.values())
     for request in waiting:
         assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"

@@ -30,6 +30,7 @@ class Members:
         self.sharing = Sharing(limits, self.tables, self.parking)
         self.lengths = Lengths()
         self.running: dict[str, Request] = {}  # in the order in which steps serve them
+        self.num_of_class: Counter[str] = Counter()  # of them
         self.num_returning = 0  # hold a slot and blocks, and run when their copy is done
         self.leaves: list[str] = []  # requests that the runner still knows and must forget
         self.arrivals: list[Request] = []  # run again after a copy; the runner does not know them yet
@@ -41,6 +42,12 @@ class Members:
         self.prompt_tokens = 0
         self.preemptions = self.parks = self.recomputed_tokens = 0
         self.tokens_lost = 0  # of those that wait to be computed again
+
+    @property
+    def worst_rank(self) -> int:
+        """Of those that run; -1: nobody does."""
+        classes = self.limits.classes
+        return max([classes[name].rank for name, count in self.num_of_class.items() if count], default=-1)
 
     @property
     def free_slots(self) -> int:
@@ -87,6 +94,7 @@ class Members:
 
     def _join(self, request: Request, now_ns: int) -> None:
         self.running[request.id] = request
+        self.num_of_class[request.spec.service_class] += 1
         self.events.append((Resumed if request.started else Started)(request.id, now_ns - request.served_ns))
         request.started = True
         if request.cached_tokens < 0:
@@ -168,6 +176,7 @@ class Members:
 
     def _leave_batch(self, request: Request) -> None:
         del self.running[request.id]
+        self.num_of_class[request.spec.service_class] -= 1
         if request in self.arrivals:
             self.arrivals.remove(request)  # the runner never heard of it
         else:
@@ -180,8 +189,7 @@ class Members:
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def classes(self) -> dict[str, ClassView]:
-        running = Counter([request.spec.service_class for request in self.running.values()])
-        line, parked = self.line, self.parking.num_of_class
+        line, running, parked = self.line, self.num_of_class, self.parking.num_of_class
         return {
             name: ClassView(
                 running[name],

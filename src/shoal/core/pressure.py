@@ -22,7 +22,7 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
     running = members.running.values()
     if not running or not members.line:
         return
-    worst = max([each.urgency for each in running])
+    worst: tuple[int, int] | None = None
     gain = members.tables.pool.num_sole
     candidates = victims.InOrder(
         (r for r in running if r.known > r.shielded and r.scheduled < r.final), members.remaining
@@ -31,8 +31,12 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
     for head in islice(newcomers, MAX_LOOKS):
         if head in pressing or head.last_step > members.returned or not members.leader_done(head):
             continue
-        if head.urgency >= worst or num_heads == MAX_HEADS:
+        if head.service.rank > members.worst_rank or num_heads == MAX_HEADS:
             return
+        if head.service.rank == members.worst_rank:
+            worst = worst or max([each.urgency for each in running])
+            if head.urgency >= worst:
+                return
         if not num_heads:
             num_blocks = members.num_coming - len(running) + 1
         num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - blocks_for(members, head), num_heads + 1
@@ -65,7 +69,7 @@ def park_ahead(members: Members, hurry: Hurry) -> None:
         return
     soon = [each for each in running if each.capacity - each.scheduled < AHEAD_STEPS and each.capacity < each.final]
     coming = members.num_coming
-    if hurry.ttft_ns(max([each.service.rank for each in running], default=0), members.now_ns):
+    if hurry.ttft_ns(members.worst_rank, members.now_ns):
         coming -= len(running) - len(soon) + kept // 2  # a newcomer leaves each that runs a block to grow
     if len(soon) > coming:
         for victim in victims.for_growth(soon, running, coming, pool.num_sole, members.remaining):

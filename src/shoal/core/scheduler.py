@@ -199,9 +199,10 @@ class Scheduler:
         """Where the step would be too long for the token that is due next, or for more urgent prompts, the less urgent
         may have to wait: decodes in order of urgency, and the time that they may take."""
         now_ns = self._members.now_ns
-        prompts = self._urgent_prompts(max([each.service.rank for each in decodes]), behind)
+        prompts = self._urgent_prompts(self._members.worst_rank, behind)
         prompts_ns = sum([room.time_of(start, need) for _, start, need in prompts])
-        due_ns = min([request.token_due_ns for request in (*decodes, *(one for one, _, _ in prompts))])
+        due_ns = min([request.token_due_ns for request in decodes])
+        due_ns = min([due_ns, *(request.token_due_ns for request, _, _ in prompts)])
         limit_ns = min(room.max_ns, due_ns - now_ns) - prompts_ns
         if room.fit(decodes, max(1, limit_ns)) == len(decodes):
             return decodes, room.max_ns
@@ -302,19 +303,15 @@ class Scheduler:
             self.cost.update(flight.features, result.busy_ns)
             self._ns_per_token += 0.05 * (result.busy_ns / num_tokens - self._ns_per_token)
         events, members.events = members.events, []
-        self._count_computed(flight, result, events, now_ns)
-        self._accept(flight.sampled, result, events)
+        self._advance_chunks(flight, result, events, now_ns)
+        num_decodes = len(flight.decodes)
+        self._accept(flight.decodes, result.tokens[:num_decodes], result, events, 1)
+        self._accept(flight.sampled[num_decodes:], result.tokens[num_decodes:], result, events, 0)
         members.tables.step_returned(flight.step)
         return events
 
-    def _count_computed(self, flight: Flight, result: StepResult, events: list[Event], now_ns: int) -> None:
-        """The KV of the step's tokens is there. A request that holds no blocks any more has no use for it."""
-        size, tables = self.limits.block_tokens, self._members.tables
-        for request in flight.decodes:
-            if request.blocks:
-                request.computed = computed = request.computed + 1
-                if not computed % size:
-                    tables.filled_later(request)
+    def _advance_chunks(self, flight: Flight, result: StepResult, events: list[Event], now_ns: int) -> None:
+        """The KV of the chunks' tokens is there. A request that holds no blocks any more has no use for it."""
         for request, part in flight.chunks:
             if result.prompt_logprobs and request.state is not State.FINISHED:
                 self._score(request, part, result.prompt_logprobs.get(request.id), events)
@@ -322,7 +319,7 @@ class Scheduler:
                 request.computed += part.count
                 if part.sample:
                     request.token_due_ns = now_ns if request.tpot_ns else NEVER_NS
-                tables.filled(request)
+                self._members.tables.filled(request)
                 if request.computed == request.final and not part.sample:
                     events.append(self._end(request, Finish.LENGTH, None))
 
@@ -337,26 +334,34 @@ class Scheduler:
             events.append(PromptScored(request.id, first + skip, entries))
             request.scored = first + skip + len(entries)
 
-    def _accept(self, sampled: list[Request], result: StepResult, events: list[Event]) -> None:
-        """The sampled tokens. Like _decode, without calls in the usual case."""
+    def _accept(
+        self, sampled: list[Request], sampled_tokens: list[int], result: StepResult, events: list[Event], computed: int
+    ) -> None:
+        """The sampled tokens, of requests that each `computed` so many tokens beside chunks. Like Part.decode, without
+        calls in the usual case."""
+        size, filled_later = self.limits.block_tokens, self._members.tables.filled_later
         logprobs = result.logprobs
         finished, append, new = State.FINISHED, events.append, tuple.__new__
-        num_tokens = 0
-        for request, token in zip(sampled, result.tokens, strict=True):
+        num_before = self._generation_tokens
+        for request, token in zip(sampled, sampled_tokens, strict=True):
+            if computed and request.blocks:
+                request.computed = end = request.computed + computed
+                if not end % size:
+                    filled_later(request)
             if request.state is finished:
+                num_before -= 1
                 continue  # past its end
             tokens = request.tokens
             num_output = len(tokens) - request.num_prompt
             tokens.append(token)
             request.placeholders -= 1
             request.token_due_ns += request.tpot_ns
-            num_tokens += 1
             append(new(Token, (request.id, num_output, token, logprobs.get(request.id) if logprobs else None)))
             if token in request.stops and num_output + 1 >= request.spec.min_tokens:
                 append(self._end(request, Finish.STOP, token))
             elif len(tokens) == request.limit:
                 append(self._end(request, Finish.LENGTH, None))
-        self._generation_tokens += num_tokens
+        self._generation_tokens = num_before + len(sampled)
 
     def _end(self, request: Request, reason: Finish, stop_token: int | None) -> Ended:
         self._members.end(request)
