@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -49,13 +49,17 @@ def serve(
     seed: int,
     name: str,
     stop: Callable[[Ledger], bool] = lambda ledger: False,
+    prompts: Sequence[tuple[int, ...]] | None = None,
     **limits: Any,
 ) -> Report:
     """The whole load, or until `stop`, asked after each step, says that it is enough.
 
-    `limits` differ from the engine's own; `name` is for progress.
+    `limits` differ from the engine's own; `name` is for progress; `prompts`: of the rows, random ones where None.
     """
-    return _Run(engine, load, replace(engine.limits, **limits), seed, name, stop).run()
+    run = _Run(engine, load, replace(engine.limits, **limits), seed, name, stop)
+    if prompts is not None:
+        run.ask(prompts)
+    return run.run()
 
 
 class _Run:
@@ -82,6 +86,9 @@ class _Run:
         self._lock = threading.Lock()  # the ledger and what is sent: two threads send, the clock's and the steps'
         self._over = threading.Event()
         self._start_ns = self._told_ns = 0
+
+    def ask(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        self._specs = [replace(spec, prompt=prompt) for spec, prompt in zip(self._specs, prompts, strict=True)]
 
     def run(self) -> Report:
         thread = threading.Thread(target=self._send_by_the_clock, name="clients", daemon=True)
