@@ -7,9 +7,9 @@ prefix and of who may share it. A slice must find exactly its own prefix in its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from shoal.core.plan import Admit, Copied, KvOp, Logprobs, Slice, StepPlan, StepResult
+from shoal.core.plan import Admit, Brought, Copied, Fetch, KvOp, Logprobs, Slice, StepPlan, StepResult
 
 
 class Known:
@@ -45,6 +45,8 @@ class BlockRunner:
         self.copies: deque[KvOp] = deque()
         self.host: dict[tuple[int, int], tuple[int, int]] = {}  # as slots
         self.returned = 0
+        self.fetches: dict[int, Fetch] = {}
+        self.lent: dict[int, dict[tuple[int, int], int]] = {}  # lease -> (block, offset) -> name
 
     def launch(self, plan: StepPlan) -> None:
         for id in plan.leaves:
@@ -54,9 +56,11 @@ class BlockRunner:
         result, named = StepResult(plan.step, []), set()
         assert len({part.id for part in plan.slices}) == len(plan.slices), "a request is in the step twice"
         assert plan.num_tokens == sum(part.count for part in plan.slices)
-        assert plan.num_tokens or plan.ops, "a plan of nothing"
+        assert plan.num_tokens or plan.ops or plan.fetches, "a plan of nothing"
         for op in plan.ops:
             self._start(op)
+        for fetch in plan.fetches:
+            self._start_fetch(fetch)
         for part in plan.slices:
             self._compute(part, plan.step, result)
             named.update(self.known[part.id].table)
@@ -99,8 +103,39 @@ class BlockRunner:
                 self.slots[op.device_blocks[place], offset] = -1, 0
         return Copied(op.number, 1000, tuple(bad))
 
+    def _start_fetch(self, fetch: Fetch) -> None:
+        assert fetch.blocks and len(fetch.blocks) == len(fetch.keys), f"{fetch}"
+        for block in fetch.blocks:
+            assert not any(block in named for _, named in self.flights), f"block {block} of {fetch} is in flight"
+            assert not self._copying(block), f"block {block} of {fetch} is written twice at once"
+        self.fetches[fetch.number] = fetch
+
+    def fetched(self, number: int, tokens: Sequence[int], first: int, num_good: int) -> Brought:
+        """A fetch is done: block `first` of the tokens and those after it came, `num_good` of them whole."""
+        fetch = self.fetches.pop(number)
+        names = [hash(self.scope(fetch.id))]
+        for token in tokens:
+            names.append(hash((names[-1], token)))
+        for place, block in enumerate(fetch.blocks):
+            self.written[block] = 0
+            for offset in range(self.size):
+                position = (first + place) * self.size + offset
+                self.slots[block, offset] = names[position + 1] if place < num_good else -1, 0
+        return Brought(number, num_good, 1000)
+
+    def lend(self, lease: int, blocks: Sequence[int]) -> None:
+        self.lent[lease] = {
+            (block, offset): self.slots[block, offset][0] for block in blocks for offset in range(self.size)
+        }
+
+    def unlend(self, lease: int) -> None:
+        for place, name in self.lent.pop(lease).items():
+            assert self.slots[place][0] == name, f"block {place[0]} was written to while it was lent"
+
     def _copying(self, block: int) -> bool:
-        return any(block in op.device_blocks for op in self.copies)
+        """Or being fetched."""
+        copied = any(block in op.device_blocks for op in self.copies)
+        return copied or any(block in fetch.blocks for fetch in self.fetches.values())
 
     def _admit(self, admit: Admit) -> None:
         assert admit.id not in self.known, f"{admit.id} is admitted twice"

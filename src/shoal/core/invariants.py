@@ -17,12 +17,14 @@ def check(scheduler: Scheduler) -> None:
     """AssertionError where an invariant is broken. Linear in blocks ever used: for tests, not for every step."""
     members = scheduler._members
     running, waiting, parking = members.running, list(members.line), members.parking
-    members.tables.check(running.values(), parking.device_tables(), members.returned, scheduler._step)
+    tables = parking.device_tables() + members.fetching.device_tables() + members.lending.device_tables()
+    members.tables.check(running.values(), tables, members.returned, scheduler._step)
     parking.check(waiting)
-    live = {request.id: request for request in (*waiting, *parking.requests())} | running
+    moving = parking.requests() + members.fetching.requests()
+    live = {request.id: request for request in (*waiting, *moving)} | running
     assert live == scheduler._requests, f"lost or kept too long: {live.keys() ^ scheduler._requests.keys()}"
     assert len(running) + members.num_returning <= scheduler.limits.max_running, f"{len(running)} requests run"
-    assert members.num_returning == sum(r.state is State.RETURNING for r in parking.requests()), "returning"
+    assert members.num_returning == sum(r.state is State.RETURNING for r in moving), "returning"
     for request in running.values():
         assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
     counted = Counter(request.spec.service_class for request in running.values())

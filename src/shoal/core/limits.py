@@ -31,6 +31,7 @@ class Limits:
     num_host_blocks: int = 0  # of the host tier, where requests are parked; 0: there is none
     block_bytes: int = 0  # of one KV block over all layers
     copy_bytes_per_s: float = 2e9  # between device and host, before anything was measured
+    fetch_bytes_per_s: float = 0.0  # from another engine, before anything was measured; 0: nothing is fetched
     admission_share: float = 1.0  # of what waiting bounds allow; the rest is for requests of replicas that are lost
 
     def __post_init__(self) -> None:

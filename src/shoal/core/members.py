@@ -2,7 +2,7 @@
 
 waiting line ──enter──► running ──preempt──► waiting line       its KV is computed again,
                            ▲  └────preempt──► (parking.py) ──copied──► waiting line     or kept in the host tier
-                           └──copied── returning ◄──bring── waiting line
+                           └──copied or fetched── returning ◄──bring── waiting line
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from shoal.core.fetching import Fetching
+from shoal.core.lending import Lending
 from shoal.core.lengths import Lengths
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
-from shoal.core.plan import Admit, ClassView, Copied, Event, KvOp, Parked, Preempted, Resumed, Started
+from shoal.core.plan import Admit, Brought, ClassView, Copied, Event, Fetch, KvOp, Parked, Preempted, Resumed, Started
 from shoal.core.request import NEVER_NS, Request, State
 from shoal.core.sharing import Sharing
 from shoal.core.stepcost import StepCost
@@ -28,13 +30,16 @@ class Members:
         self.tables = BlockTables(limits)
         self.parking = Parking(limits, self.tables, cost)
         self.sharing = Sharing(limits, self.tables, self.parking)
+        self.fetching = Fetching(limits, self.tables, self.parking)
+        self.lending = Lending(limits, self.tables)
         self.lengths = Lengths()
         self.running: dict[str, Request] = {}  # in the order in which steps serve them
         self.num_of_class: Counter[str] = Counter()  # of them
-        self.num_returning = 0  # hold a slot and blocks, and run when their copy is done
+        self.num_returning = 0  # hold a slot and blocks, and run when their copy or fetch is done
         self.leaves: list[str] = []  # requests that the runner still knows and must forget
         self.arrivals: list[Request] = []  # run again after a copy; the runner does not know them yet
         self.ops: list[KvOp] = []  # copies that the next plan starts
+        self.fetches: list[Fetch] = []  # the same
         self.yielded: list[Request] = []  # preempted by the plan that is being made
         self.events: list[Event] = []  # of plan(), told by the next apply()
         self.now_ns = 0
@@ -61,8 +66,9 @@ class Members:
 
     @property
     def num_coming(self) -> int:
-        """Blocks that are available now, or will be without anyone's help when steps and copies in flight are done."""
-        return self.tables.num_coming(self.running.values()) + self.parking.num_leaving_blocks
+        """Blocks that are available now, or will be without anyone's help when what is in flight is done."""
+        num_kept = self.parking.num_leaving_blocks + self.lending.num_coming
+        return self.tables.num_coming(self.running.values()) + num_kept
 
     def remaining(self, request: Request) -> int:
         """Predicted output tokens that are still to come."""
@@ -102,15 +108,23 @@ class Members:
             self.prompt_tokens += request.num_prompt
 
     def must_copy(self, request: Request) -> bool:
-        """Whether KV comes back from the host tier before it can enter. `chain.matched` is up to date."""
-        return self.parking.must_copy(request) or bool(self.sharing.find(request))
+        """Whether KV comes from the host tier or another engine before it can enter. `chain.matched` is up to date."""
+        if self.parking.must_copy(request):
+            return True
+        shared = self.sharing.find(request)
+        return bool(shared) or self.fetching.find(request, 0, self.now_ns) > 0
 
     def bring(self, request: Request) -> None:
-        """One that waits gets its blocks, and its KV is copied into those that the prefix index does not have."""
-        shared = [] if self.parking.must_copy(request) else self.sharing.find(request)
+        """One that waits gets its blocks, and its KV is copied into those that the prefix index does not have, or
+        fetched."""
+        parked = self.parking.must_copy(request)
+        shared = [] if parked else self.sharing.find(request)
+        num_fetched = 0 if parked else self.fetching.find(request, len(shared), self.now_ns)
         self.line.remove(request)
         self.tables.enter(request)
-        if shared:
+        if num_fetched:
+            self.fetches.append(self.fetching.bring(request, num_fetched))
+        elif shared:
             self.parking.drop(request)
             self.ops.append(self.sharing.bring(request, shared))
             self.recomputed_tokens += max(0, request.lost - request.kept)
@@ -129,11 +143,21 @@ class Members:
             if request.state is State.WAITING:
                 self.line.add(request)
             elif request.state is State.RUNNING:
-                self.num_returning -= 1
-                if request.num_output:
-                    request.token_due_ns = now_ns + request.tpot_ns if request.tpot_ns else NEVER_NS
-                self._join(request, now_ns)
-                self.arrivals.append(request)  # the next plan makes it known to the runner
+                self._returned(request, now_ns)
+
+    def fetched(self, done: Iterable[Brought], now_ns: int) -> None:
+        """Fetches that are done, in any order. ValueError: one that is not under way."""
+        for each in done:
+            request = self.fetching.done(each, now_ns)
+            if request is not None:
+                self._returned(request, now_ns)
+
+    def _returned(self, request: Request, now_ns: int) -> None:
+        self.num_returning -= 1
+        if request.num_output:
+            request.token_due_ns = now_ns + request.tpot_ns if request.tpot_ns else NEVER_NS
+        self._join(request, now_ns)
+        self.arrivals.append(request)  # the next plan makes it known to the runner
 
     # -- out of it -----------------------------------------------------------------------------------------------------
 

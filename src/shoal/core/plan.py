@@ -62,11 +62,31 @@ class Copied(NamedTuple):
     bad: tuple[int, ...] = ()  # which of its blocks, counted from 0, came back with another content than they had
 
 
+class Fetch(NamedTuple):
+    """Bring blocks from another engine, beside the steps, into blocks that nobody else gets before it is done."""
+
+    number: int  # counts from 1; fetches are done in any order
+    id: str  # whose prefix it is
+    address: str  # where the other engine lends
+    incarnation: str  # of that engine
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]  # as many
+    limit_ns: int  # what has not come by then is given up
+
+
+class Brought(NamedTuple):
+    """A Fetch is done; nothing of it touches its blocks any more."""
+
+    number: int
+    num_good: int  # blocks from the first on that came whole; the others hold anything
+    busy_ns: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step of one replica. `step` counts from 1 without gaps; results return in the same order.
 
-    Where only copies can be made, it has no slices: there is nothing to compute and its result brings nothing.
+    Where KV can only be moved, it has no slices: there is nothing to compute and its result brings nothing.
     """
 
     step: int
@@ -76,6 +96,7 @@ class StepPlan:
     num_tokens: int
     predicted_ns: int
     ops: list[KvOp] = field(default_factory=list)  # start these copies
+    fetches: list[Fetch] = field(default_factory=list)  # and these
 
 
 class Logprobs(NamedTuple):
@@ -183,6 +204,8 @@ class View:
     free_host_blocks: int = 0
     cached_host_blocks: int = 0  # prefix blocks that a prompt would find
     host_hits: int = 0  # tokens found in the host tier, beyond those found on the device
+    peer_hits: int = 0  # tokens brought from other engines
+    lent_blocks: int = 0  # that other engines read
     bad_blocks: int = 0  # that came back from the host tier with another content, and were computed again
     total_host_blocks: int = 0
     swapped_out_bytes: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from shoal.core.classes import STANDARD, ServiceClass
 from shoal.core.kv.prefix import Chain
@@ -13,7 +14,7 @@ class State(StrEnum):
     WAITING = "waiting"  # in the line; parked where the host tier holds its KV, else without any
     RUNNING = "running"  # holds blocks and takes part in steps
     PARKING = "parking"  # its KV is being copied to the host tier
-    RETURNING = "returning"  # its KV is being copied back
+    RETURNING = "returning"  # its KV is being copied back, or fetched from another engine
     FINISHED = "finished"
 
 
@@ -67,6 +68,14 @@ class Sampling:
     prompt_logprobs: int | None = None  # the same for prompt tokens 1..; such a request takes no prefix hit
 
 
+class Peer(NamedTuple):
+    """Another engine that is believed to hold the beginning of a prompt."""
+
+    address: str  # where it lends blocks
+    incarnation: str
+    num_blocks: int  # leading ones
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """One choice of one client request: everything a replica needs, nothing it must ask back for.
@@ -91,6 +100,7 @@ class RequestSpec:
     tenant: str = ""
     salt: str = ""  # separates prefix caches; from the authenticated tenant, never from a body; "" is no salt
     prefix_keys: tuple[bytes, ...] = ()  # chained keys of the prompt's full blocks, where the gateway made them
+    peer: Peer | None = None  # holds more of the prompt than the replica that is asked, as far as the gateway knows
 
 
 class Account:

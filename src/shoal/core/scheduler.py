@@ -1,4 +1,4 @@
-"""submit, abort, plan, apply, copied: the short loop that keeps one replica busy; the other files decide.
+"""submit, abort, plan, apply, copied, fetched: the short loop that keeps one replica busy; the other files decide.
 
     submit ──► waiting line ──admit──► running ──► plan ──► (the runner computes) ──► apply ──► events
                      ▲  ▲                 │
@@ -18,7 +18,7 @@ The time that decisions look at is that of plan, apply and copied: who arrived s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,6 +35,7 @@ from shoal.core.newcomers import newcomers
 from shoal.core.part import Part
 from shoal.core.plan import (
     Accepted,
+    Brought,
     Copied,
     Ended,
     Event,
@@ -163,7 +164,7 @@ class Scheduler:
         if not full:
             self._take_chunks(behind, part, crowded)
         ops = members.ops + members.parking.start_leaving(members.returned)
-        if not part.slices and not part.chunks and not ops:
+        if not part.slices and not part.chunks and not ops and not members.fetches:
             return None
         ops = ops or members.sharing.start_spilling()
         self._some_left_out = len(part.decodes) + len(part.chunks) < num_running + len(part.admits)
@@ -178,9 +179,10 @@ class Scheduler:
         members = self._members
         admits = [told for request, told in part.arrived if request in members.arrivals] + part.admits
         leaves, members.leaves = members.leaves, []
+        fetches, members.fetches = members.fetches, []
         members.arrivals, members.ops = [], []
         predicted_ns = self.cost.predict(features) if slices else 0
-        return StepPlan(part.step, leaves, admits, slices, part.room.num_tokens, predicted_ns, ops)
+        return StepPlan(part.step, leaves, admits, slices, part.room.num_tokens, predicted_ns, ops, fetches)
 
     def _decode_all(self, decodes: list[Request], behind: list[Request], part: Part) -> bool:
         """One token for each, as far as the step has room. True: it is full."""
@@ -288,6 +290,13 @@ class Scheduler:
         events, members.events = members.events, []
         return events
 
+    def fetched(self, done: Iterable[Brought], now_ns: int) -> list[Event]:
+        """Fetches that are done, in any order. ValueError: one that is not under way."""
+        members = self._members
+        members.fetched(done, now_ns)
+        events, members.events = members.events, []
+        return events
+
     def apply(self, result: StepResult, now_ns: int) -> list[Event]:
         """What the oldest step in flight brought. ValueError: another step's result, or a wrong number of tokens."""
         members = self._members
@@ -372,6 +381,17 @@ class Scheduler:
         self._members.lengths.ended(spec.service_class, spec.tenant, request.num_output, by_limit=censored)
         return Ended(request.id, reason, stop_token, request.num_output, max(0, request.cached_tokens))
 
+    # -- blocks that other engines read --------------------------------------------------------------------------------
+
+    def lend(self, lease: int, keys: Sequence[bytes], now_ns: int) -> list[int]:
+        """The blocks of these keys, from the first on, as far as they are here: nobody writes to them until `unlend`.
+        ValueError: there is such a lease already."""
+        return self._members.lending.lend(lease, keys)
+
+    def unlend(self, lease: int, now_ns: int) -> None:
+        """ValueError: there is no such lease."""
+        self._members.lending.unlend(lease)
+
     # -- watching ------------------------------------------------------------------------------------------------------
 
     def view(self) -> View:
@@ -394,6 +414,8 @@ class Scheduler:
             free_host_blocks=host.num_free,
             cached_host_blocks=host.num_cached,
             host_hits=members.sharing.num_hit,
+            peer_hits=members.fetching.num_brought,
+            lent_blocks=members.lending.num_blocks,
             bad_blocks=parking.num_bad,
             total_host_blocks=host.num_blocks,
             swapped_out_bytes=parking.swapped_out_bytes,

@@ -87,6 +87,21 @@ class EngineConfig:
             "0: no limit",
         ),
     ] = 0
+    peer_address: Annotated[
+        str,
+        Meta(
+            description="where the engine lends KV blocks to other engines, and that it fetches theirs: tcp:HOST:PORT, "
+            "unix:PATH; port 0: any that is free; empty: neither"
+        ),
+    ] = "tcp:127.0.0.1:0"
+    peer_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "bytes/s"},
+            description="what another engine is believed to send before it was measured; 0: nothing is fetched",
+        ),
+    ] = 500_000_000
     threads: Annotated[
         int,
         Meta(

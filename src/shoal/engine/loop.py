@@ -1,8 +1,8 @@
 """The step loop: one thread that plans, computes and applies, turn after turn; it never waits for a gateway.
 
-    inbox ─► copied, submit, abort ─► plan ─► start copies ─► launch ─► collect ─► apply ─► one Turn to the I/O thread
-      ▲                                            │
-      └────── the copier, when one is done ────────┘
+    inbox ─► copied, fetched, submit, abort, lend ─► plan ─► start copies, fetches ─► launch ─► collect ─► apply ─► Turn
+      ▲                                                             │
+      └────────────── copier and peers, when one is done ───────────┘
 
 What the I/O thread asks for waits in the inbox until the next turn, so an abort takes effect within one step. One time
 is told to all calls of a turn up to its plans: a simulated turn happens at one moment too (sim/agreement.py).
@@ -15,12 +15,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from shoal.core.kv.news import KvEvent
-from shoal.core.plan import Copied, Ended, KvOp, Refused, StepPlan, StepResult, View
+from shoal.core.plan import Brought, Copied, Ended, Fetch, KvOp, Refused, StepPlan, StepResult, View
 from shoal.core.request import Finish, RequestSpec
 from shoal.engine.updates import Updates
 from shoal.fleet import health
@@ -51,6 +51,14 @@ class Copier(Protocol):
 
     def close(self, limit_s: float) -> bool:
         """Gives up what is not done. False: a copy still touches memory."""
+        ...
+
+
+class Peers(Protocol):
+    """Who brings blocks from other engines, beside the steps and in any order."""
+
+    def fetch(self, fetch: Fetch, tell: Callable[[Brought], None]) -> None:
+        """Returns at once. `tell` is called on another thread, at the fetch's limit at the latest."""
         ...
 
 
@@ -94,19 +102,28 @@ class Turn:
     kv: list[KvEvent] = field(default_factory=list)
 
 
+class _Lease(NamedTuple):
+    number: int
+    keys: tuple[bytes, ...]  # none: it is over
+    tell: Callable[[Sequence[int]], None]
+
+
 @dataclass(slots=True)
 class _Inbox:
     """Filled by other threads, emptied whole by the step thread; both under the loop's condition."""
 
     copied: list[Copied] = field(default_factory=list)
+    brought: list[Brought] = field(default_factory=list)
     submits: list[tuple[int, RequestSpec]] = field(default_factory=list)
     aborts: list[tuple[int, str]] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)  # sessions that ended
+    leases: list[_Lease] = field(default_factory=list)
     end_all: str = ""  # message for every stream that is left
     copy_failed: Exception | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.copied or self.submits or self.aborts or self.gone or self.end_all or self.copy_failed)
+        asked = self.submits or self.aborts or self.gone or self.leases or self.end_all
+        return bool(asked or self.copied or self.brought or self.copy_failed)
 
 
 class StepLoop:
@@ -121,11 +138,13 @@ class StepLoop:
         announce: Callable[[int], None],
         failed: Callable[[BaseException], None],
         copier: Copier | None = None,  # where the scheduler's limits have a host tier
+        peers: Peers | None = None,  # where they fetch
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._copier = copier
+        self._peers = peers
         self._publish = publish
         self._announce = announce
         self._failed = failed
@@ -138,7 +157,9 @@ class StepLoop:
         self._owners: dict[str, _Owner] = {}  # of live requests; step thread only
         self._in_flight: deque[_Launched] = deque()  # launched and not collected
         self._copies: deque[KvOp] = deque()  # started and not reported
-        self._blocked = False  # requests are live, and only a copy or the inbox can change that nothing can be planned
+        self._num_fetches = 0  # started and not reported
+        self._leases: set[int] = set()  # that are not over
+        self._blocked = False  # requests are live, and only the inbox can change that nothing can be planned
         self._collected_ns = 0
         self._turn_since_ns: int | None = None  # None: waiting for the inbox
         self._announced_ns = 0  # predicted time of the step that the present turn announced
@@ -163,6 +184,17 @@ class StepLoop:
         """Abort everything of a session that is over; nothing is published to it any more."""
         with self._changed:
             self._inbox.gone.append(session)
+            self._changed.notify()
+
+    def lend(self, lease: int, keys: Sequence[bytes], tell: Callable[[Sequence[int]], None]) -> None:
+        """Blocks of these keys are kept until `unlend`; `tell` is called with them on the step thread."""
+        with self._changed:
+            self._inbox.leases.append(_Lease(lease, tuple(keys), tell))
+            self._changed.notify()
+
+    def unlend(self, lease: int) -> None:
+        with self._changed:
+            self._inbox.leases.append(_Lease(lease, (), lambda blocks: None))
             self._changed.notify()
 
     def end_all(self, message: str) -> None:
@@ -206,6 +238,11 @@ class StepLoop:
                 self._inbox.copied.append(outcome)
             self._changed.notify()
 
+    def _on_fetch(self, brought: Brought) -> None:
+        with self._changed:
+            self._inbox.brought.append(brought)
+            self._changed.notify()
+
     # -- the step thread -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -244,7 +281,7 @@ class StepLoop:
         self._view = self._scheduler.view()
         self._publish(self._close_turn(updates, refused, step))
         self._blocked = bool(self._owners) and not (launched or finished)
-        if self._blocked and not self._copies:
+        if self._blocked and not (self._copies or self._num_fetches or self._leases):
             raise AssertionError(f"{len(self._owners)} requests are live, but no step can be planned for them")
 
     def _take_inbox(self, now_ns: int, updates: Updates, refused: dict[int, list[Refusing]]) -> bool:
@@ -255,6 +292,9 @@ class StepLoop:
             raise inbox.copy_failed
         if inbox.copied:
             self._take_copied(inbox.copied, now_ns, updates)
+        if inbox.brought:
+            self._num_fetches -= len(inbox.brought)
+            updates.add_all(self._scheduler.fetched(sorted(inbox.brought), now_ns))
         gone = set(inbox.gone)
         submits = [(session, spec) for session, spec in inbox.submits if session not in gone]
         for session, spec in submits:
@@ -265,7 +305,17 @@ class StepLoop:
             else:
                 self._owners[spec.id] = _Owner(session, spec.service_class)
         num_aborted = self._take_aborts(inbox, gone, now_ns, updates)
-        return bool(inbox.copied or submits or num_aborted)
+        for each in inbox.leases:
+            self._take_lease(each, now_ns)
+        return bool(inbox.copied or inbox.brought or inbox.leases or submits or num_aborted)
+
+    def _take_lease(self, lease: _Lease, now_ns: int) -> None:
+        if lease.keys:
+            self._leases.add(lease.number)
+            lease.tell(self._scheduler.lend(lease.number, lease.keys, now_ns))
+        else:
+            self._leases.discard(lease.number)
+            self._scheduler.unlend(lease.number, now_ns)
 
     def _take_aborts(self, inbox: _Inbox, gone: set[int], now_ns: int, updates: Updates) -> int:
         """How many there were."""
@@ -305,6 +355,10 @@ class StepLoop:
                 self._announced_ns = plan.predicted_ns
                 self._announce(plan.predicted_ns)
             self._start_copies(plan.ops)  # before the launch, which may compute the whole step
+            for fetch in plan.fetches:
+                assert self._peers is not None, "a fetch was planned, but nobody fetches"
+                self._num_fetches += 1
+                self._peers.fetch(fetch, self._on_fetch)
             self._in_flight.append(_Launched(plan, self._clock()))
             self._runner.launch(plan)
             launched = True

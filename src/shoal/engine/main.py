@@ -16,6 +16,7 @@ from shoal.engine import process
 from shoal.engine.config import EngineConfig
 from shoal.engine.process import Engine, Parts
 from shoal.engine.transfer.copier import Copier
+from shoal.engine.transfer.peers import Peers
 from shoal.telemetry import logs
 from shoal.telemetry.journal import JournalFile, Planner, Recorder
 from shoal.wire import lifeline
@@ -73,14 +74,18 @@ def build(
         max_steps_in_flight=config.steps_in_flight,
         composer=config.composer,
         classes=dict(classes),
+        block_bytes=runner.blocks.block_bytes,
     )
+    peers = None
+    if config.peer_address:
+        peers = Peers(runner.blocks, config.peer_address)
+        limits = replace(limits, fetch_bytes_per_s=float(config.peer_bytes_per_s))
     copier = None
     if runner.host is not None:
         copier = Copier(runner.host, max_bytes_per_s=config.host_copy_bytes_per_s)
         limits = replace(
             limits,
             num_host_blocks=runner.host.num_blocks,
-            block_bytes=runner.host.block_bytes,
             copy_bytes_per_s=copier.measure(),
         )
         log.info("engine.host_tier", {"blocks": limits.num_host_blocks, "bytes_per_s": int(limits.copy_bytes_per_s)})
@@ -90,6 +95,7 @@ def build(
         runner=runner,
         scheduler=planner,
         copier=copier,
+        peers=peers,
         info=EngineInfo(
             model=served_name,
             model_digest=runner.model_digest,

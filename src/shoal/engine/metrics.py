@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from shoal.core.plan import ClassView, View
 from shoal.engine.loop import Step, Turn
 from shoal.engine.server import Server
+from shoal.engine.transfer.peers import Peers
 from shoal.telemetry.metrics import counters
 
 KINDS = ("decode", "mixed", "prefill")
@@ -59,14 +60,17 @@ class StepMetrics:
 class EngineCollector(Collector):
     """Reads the last published view; nothing is counted twice, and a scrape costs the step thread nothing."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, peers: Peers | None = None) -> None:
         self._server = server
+        self._peers = peers
 
     def collect(self) -> Iterator[Metric]:
         view = self._server.view
         yield from _gauges(view)
         yield from _by_class(view)
         yield from _counters(view)
+        if self._peers is not None:
+            yield from _of_peers(self._peers)
         yield GaugeMetricFamily("shoal:ready", "1: the step loop takes work", float(self._server.ready))
         yield GaugeMetricFamily("shoal:num_sessions", "connected gateways", self._server.num_sessions)
         yield counters("wire_disconnects", "ended connections by cause", "cause", self._server.ended.items())
@@ -86,6 +90,7 @@ def _gauges(view: View) -> Iterator[Metric]:
             used_on_host / max(view.total_host_blocks, 1),
         ),
         ("host_cache_cached_blocks", "prefix blocks in the host tier", view.cached_host_blocks),
+        ("kv_lent_blocks", "blocks that are kept since other engines read them", view.lent_blocks),
         ("waiting_tokens", "tokens to compute before the waiting requests sample", view.waiting_tokens),
     ):
         yield GaugeMetricFamily(f"shoal:{name}", text, value)
@@ -126,6 +131,7 @@ def _counters(view: View) -> Iterator[Metric]:
         ("kv_swapped_in_bytes", "KV copied back from the host tier", view.swapped_in_bytes),
         ("kv_bad_blocks", "KV blocks that came back with another content, and were computed again", view.bad_blocks),
         ("prefix_cache_host_hits", "prompt tokens found in the host tier, beyond those on the device", view.host_hits),
+        ("prefix_cache_peer_hits", "prompt tokens brought from other engines", view.peer_hits),
         ("recomputed_tokens", "tokens computed again after a preemption", view.recomputed_tokens),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", view.prefix_hits),
@@ -134,3 +140,13 @@ def _counters(view: View) -> Iterator[Metric]:
         ("composer_in_turn_worth", "the same, had they been taken first come first served", view.in_turn_worth),
     ):
         yield CounterMetricFamily(f"shoal:{name}", text, value)
+
+
+def _of_peers(peers: Peers) -> Iterator[Metric]:
+    for name, text, value in (
+        ("kv_fetched_blocks", "KV blocks that came from other engines", peers.fetched_blocks),
+        ("kv_fetched_bytes", "KV that came from other engines", peers.fetched_bytes),
+        ("kv_lent_bytes", "KV that was read for other engines", peers.lent_bytes),
+    ):
+        yield CounterMetricFamily(f"shoal:{name}", text, value)
+    yield counters("kv_failed_fetches", "fetches that did not bring all, by reason", "reason", peers.failed.items())

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import uvloop
 
 from shoal.engine.loop import Copier, Runner, StepLoop, Turn
 from shoal.engine.metrics import EngineCollector, StepMetrics
 from shoal.engine.server import Server
+from shoal.engine.transfer.peers import Peers
 from shoal.telemetry.journal import Planner
 from shoal.telemetry.metrics import Exporter, new_registry
 from shoal.wire.control import ControlLink
@@ -41,6 +43,7 @@ class Parts:
     scheduler: Planner
     info: EngineInfo
     copier: Copier | None = None  # where there is a host tier
+    peers: Peers | None = None  # where blocks are fetched from other engines, and lent
     costs: Callable[[], tuple[float, ...]] = tuple
     closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more
 
@@ -134,6 +137,7 @@ class Engine:
                 parts.scheduler,
                 parts.runner,
                 copier=parts.copier,
+                peers=parts.peers,
                 publish=lambda turn: self._post(self._on_turn, turn),
                 announce=lambda predicted_ns: self._post(self._on_announce, predicted_ns),
                 failed=lambda error: self._post(self._end, 1),
@@ -187,11 +191,17 @@ class Engine:
 
     async def _serve(self, link: ControlLink | None) -> None:
         steps, parts = self._loaded.result()
-        server = Server(steps, parts.scheduler.view(), info=parts.info, costs=parts.costs)
+        info = parts.info
+        if parts.peers is not None:
+            address = await parts.peers.open(
+                steps, name=self._name, incarnation=self._incarnation, secret=self._secret, info=info
+            )
+            info = msgspec.structs.replace(info, peers=address)
+        server = Server(steps, parts.scheduler.view(), info=info, costs=parts.costs)
         await server.listen(self._listen, secret=self._secret, incarnation=self._incarnation)
         self._server = server
         self._address = server.listener.address
-        self._registry.register(EngineCollector(server))
+        self._registry.register(EngineCollector(server, parts.peers))
         if link is not None:
             link.registration_changed()
         log.info("engine.serving", {"address": self._address, "metrics": self._metrics_url})
@@ -209,9 +219,12 @@ class Engine:
                 steps.end_all("the engine is shutting down")
                 await self._until_idle(steps, _END_S)
             await server.close()
+        parts = self._loaded.result()[1]
+        still = parts.peers is None or await parts.peers.close(_END_S)
         self.stuck = not await asyncio.to_thread(steps.stop, _END_S)
         if not self.stuck:
-            self._loaded.result()[1].closing()
+            parts.closing()
+        self.stuck |= not still
         log.info("engine.stopped", {"stuck": self.stuck})
 
     async def _until_idle(self, steps: StepLoop, limit_s: float) -> None:

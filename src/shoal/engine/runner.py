@@ -34,6 +34,7 @@ from shoal.engine.model.load import load_weights, model_digest
 from shoal.engine.model.registry import read_config
 from shoal.engine.sample import Scores, sample, score
 from shoal.engine.transfer.host import HostBlocks
+from shoal.engine.transfer.wire_form import WireForm
 from shoal.engine.warmup import largest_step, sweep
 
 WARM_UP_NS = 2_000_000_000
@@ -78,6 +79,7 @@ class Runner:
         self._device = device
         self._store = KVStore(model.config, device, num_blocks, block_tokens)
         self.host = HostBlocks(self._store, device, num_host_blocks) if num_host_blocks else None
+        self.blocks = WireForm(self._store, device)
         self._attention = make_attention(model.config, device, self._store, model.head_norms)
         self._layers = make_layers(model.weights.layers, self._attention, device)
         dtype = str(device.dtype).removeprefix("torch.")

@@ -58,5 +58,12 @@ def expected_ns(errand: Errand, replica: ReplicaView, cached_tokens: int) -> int
     return int(prompts + num_steps * (per_step + others) + FIRST_TOKENS * (per_step + others + own))
 
 
+def recompute_ns(costs: tuple[float, ...], start: int, count: int) -> int:
+    """Predicted time to compute so many tokens of a prompt from position `start` on, in chunks of steps that do nothing
+    else."""
+    per_step, per_new, per_attended, _, _ = costs
+    return int(per_new * count + per_attended * attended_tokens(start, count) + per_step * -(-count // CHUNK_TOKENS))
+
+
 def load(errand: Errand, replica: ReplicaView, cached_tokens: int) -> int:
     return replica.num_running + replica.num_waiting + replica.num_unreported

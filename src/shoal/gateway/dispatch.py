@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from shoal.core.classes import ServiceClass
 from shoal.core.kv import hashing
-from shoal.core.request import Refusal, RequestSpec
+from shoal.core.request import Peer, Refusal, RequestSpec
 from shoal.fleet import stream
 from shoal.fleet.scorers import Errand
 from shoal.gateway import choices
@@ -60,9 +60,9 @@ class Attempts:
         if place is None:
             self._perform(self._stream.unplaced(Reason.NO_REPLICA, "no replica can take the request"))
             return
-        self._link, self._expected_tokens = place
+        self._link, self._expected_tokens = place.link, place.cached_tokens
         self._stream.sent(place.link.name)
-        specs = self._for_this_attempt(place.link)
+        specs = self._for_this_attempt(place.link, place.peer)
         self._ids = tuple(spec.id for spec in specs)
         place.link.submit(specs, self, cached_tokens=place.cached_tokens)
 
@@ -160,7 +160,7 @@ class Attempts:
         wait_s = effect.wait_ms / 1000 * random.uniform(1.0, 2.0)
         self._retry = asyncio.get_running_loop().call_later(wait_s, self.place, effect.avoid)
 
-    def _for_this_attempt(self, link: EngineLink) -> Sequence[RequestSpec]:
+    def _for_this_attempt(self, link: EngineLink, peer: Peer | None) -> Sequence[RequestSpec]:
         """Ids are unique in the fleet, so a later attempt has its own. Keys made for another root would be wrong."""
         same_root = link.info is not None and link.info.hash_root == self._hash_root
         suffix = "" if self._stream.attempt == 1 else f".{self._stream.attempt}"
@@ -172,6 +172,7 @@ class Attempts:
                 leader=None if spec.leader is None else spec.leader + suffix,
                 waited_ns=waited_ns,
                 prefix_keys=spec.prefix_keys if same_root else (),
+                peer=peer if same_root else None,
             )
             for spec in self._specs
         ]

@@ -78,6 +78,7 @@ class EngineLink:
         self.name = name
         self.address = address
         self.info: EngineInfo | None = None  # of the latest handshake
+        self.incarnation = ""  # of the replica; the same
         self.view: View | None = None  # of the latest frame of the open connection
         self.retired = False  # no longer a member: served until its connection ends, then not dialled again
         self._identity = identity
@@ -119,6 +120,16 @@ class EngineLink:
             unreported_new_tokens=unreported.new_tokens,
             costs=self._costs,
         )
+
+    def lends(self, hash_root: bytes) -> bool:
+        """Whether others can fetch from it blocks whose keys have this root."""
+        info = self.info
+        return self.ready and info is not None and bool(info.peers) and info.hash_root == hash_root
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Its own coefficients (core.stepcost), as it said last."""
+        return self._costs
 
     def num_waiting(self, service_class: str) -> int:
         """Of the class, by the latest frame."""
@@ -188,6 +199,7 @@ class EngineLink:
         welcome = connection.peer
         assert isinstance(welcome, Welcome)
         self._connection, self.info, self._trouble = connection, welcome.engine or self.info, ""
+        self.incarnation = welcome.incarnation
         self._heard_s = self._progress_s = time.monotonic()
         self._announced_ns = 0
         self._directory.forget(self.name)

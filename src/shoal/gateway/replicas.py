@@ -11,14 +11,15 @@ import logging
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from shoal.fleet import route
-from shoal.fleet.directory import Directory
+from shoal.core.request import Peer
+from shoal.fleet import route, scorers
+from shoal.fleet.directory import Directory, Held
 from shoal.fleet.scorers import Errand
 from shoal.fleet.view import ReplicaView
 from shoal.gateway.link import EngineLink, Identity
@@ -26,6 +27,7 @@ from shoal.wire.messages import EngineInfo, Members, Replica
 
 TICK_S = 0.25
 KEEP_ALIVE_S = 1.0
+LEAST_FETCH_NS = 10_000_000  # what is computed sooner is not worth asking another engine for
 
 log = logging.getLogger("shoal.gateway")
 
@@ -33,6 +35,7 @@ log = logging.getLogger("shoal.gateway")
 class Place(NamedTuple):
     link: EngineLink
     cached_tokens: int  # of the prompt, that are believed to be there
+    peer: Peer | None  # another replica, that holds more of it
 
 
 class Replicas:
@@ -81,8 +84,29 @@ class Replicas:
         return [link.replica_view() for link in self._links.values()]
 
     def pick(self, errand: Errand) -> Place | None:
-        picked = route.pick(errand, self.views(), self.directory.holders(errand.keys), self._chance.sample)
-        return None if picked is None else Place(self._links[picked.name], picked.cached_tokens)
+        held = self.directory.holders(errand.keys)
+        picked = route.pick(errand, self.views(), held, self._chance.sample)
+        if picked is None:
+            return None
+        link = self._links[picked.name]
+        return Place(link, picked.cached_tokens, self._peer(errand, link, picked.cached_tokens, held))
+
+    def _peer(self, errand: Errand, link: EngineLink, cached_tokens: int, held: Mapping[str, Held]) -> Peer | None:
+        """Who holds most of the prompt on its device, if the replica may be sooner done with that than without."""
+        if link.info is None or not link.info.peers:
+            return None
+        found = [
+            (each.device, name)
+            for name, each in held.items()
+            if name in self._links and name != link.name and self._links[name].lends(link.info.hash_root)
+        ]
+        num_blocks, name = max(found, default=(0, ""))
+        gain = errand.tokens_of(num_blocks) - cached_tokens
+        if gain <= 0 or scorers.recompute_ns(link.costs, cached_tokens, gain) < LEAST_FETCH_NS:
+            return None
+        owner = self._links[name]
+        assert owner.info is not None
+        return Peer(owner.info.peers, owner.incarnation, num_blocks)
 
     @property
     def ready(self) -> bool:

@@ -1,15 +1,15 @@
 """The second proof: given the recorded arrivals, step times and tokens, the simulator makes the same events by itself.
 
 From a journal come only the inputs of a world: when something arrived, how long the loop took from being woken to its
-plan, how long from there to the apply of each step and to the end of each copy, and what the model said to each slice
-of a request. When to submit, plan and apply, what to plan and what to copy, the simulated replica decides. The outcome
-is compared call by call: every submit, abort, plan, apply and end of copies in the same order, at the same nanosecond
-and with equal answers.
+plan, how long from there to the apply of each step and to the end of each copy and fetch, what fetches brought and what
+the model said to each slice of a request. When to submit, plan and apply, what to plan, copy and fetch, the simulated
+replica decides. The outcome is compared call by call: all of them in the same order, at the same nanosecond and with
+equal answers.
 
 It is exact under these conditions, which the live loop keeps:
   - one thread makes all calls, in turns: inputs, plans until there is none or enough are in flight, one apply;
-  - one time is told to all calls of a turn up to its plans, later than that of the turn before; what arrived, a copy's
-    end included, is known by then;
+  - one time is told to all calls of a turn up to its plans, later than that of the turn before; what arrived, the
+    end of a copy or fetch included, is known by then;
   - after a turn in which nothing could be planned, although requests are live, nothing is before there is something to
     tell the scheduler.
 """
@@ -23,12 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.core.plan import Copied, KvOp, Logprobs, Slice, StepPlan, StepResult
+from shoal.core.plan import Brought, Copied, Fetch, KvOp, Logprobs, Slice, StepPlan, StepResult
 from shoal.sim.agenda import NEVER_NS, Agenda
 from shoal.sim.replay import Divergence, Lines, recorder
 from shoal.sim.replica import Replica
 from shoal.telemetry import journal
-from shoal.telemetry.journal import Aborted, Applied, Call, CopiesDone, Header, Planned, Submitted
+from shoal.telemetry.journal import (
+    Aborted,
+    Applied,
+    Call,
+    CopiesDone,
+    FetchesDone,
+    Header,
+    LeaseOver,
+    Lent,
+    Planned,
+    Submitted,
+)
 
 
 class Said(NamedTuple):
@@ -90,6 +101,10 @@ def _simulate(run: Run) -> list[Call]:
             agenda.at(call.now_ns, partial(replica.submit, call.spec))
         elif isinstance(call, Aborted):
             agenda.at(call.now_ns, partial(replica.abort, call.id))
+        elif isinstance(call, Lent):
+            agenda.at(call.now_ns, partial(replica.lend, call.lease, call.keys))
+        elif isinstance(call, LeaseOver):
+            agenda.at(call.now_ns, partial(replica.unlend, call.lease))
     if run.calls:
         agenda.run(until_ns=run.calls[-1].now_ns)
     return _told(journal.decode(line) for line in lines.lines[1:])  # type: ignore[misc]
@@ -102,6 +117,7 @@ class Recorded:
         self._delays = deque[int]()
         self._steps: dict[int, tuple[int, int, int]] = {}  # step -> (turn to apply, busy_ns, latency_ns)
         self._copies: dict[int, tuple[int, int]] = {}  # number -> (from turn to turn, busy_ns)
+        self._fetches: dict[int, tuple[int, Brought]] = {}  # number -> (from turn to turn, what it brought)
         self._said: defaultdict[tuple[str, int], deque[Said]] = defaultdict(deque)  # by (request, slice's start)
         self._read(calls)
 
@@ -123,6 +139,12 @@ class Recorded:
         took_ns, busy_ns = self._copies[op.number]
         return now_ns + took_ns, Copied(op.number, busy_ns)
 
+    def fetch(self, fetch: Fetch, num_bytes: int, now_ns: int) -> tuple[int, Brought]:
+        if fetch.number not in self._fetches:
+            return NEVER_NS, Brought(fetch.number, 0, 0)
+        took_ns, brought = self._fetches[fetch.number]
+        return now_ns + took_ns, brought
+
     def _say(self, part: Slice, result: StepResult) -> None:
         """A request that was preempted computes the same positions again, with other last bits perhaps: in turn."""
         said = self._said[part.id, part.start]
@@ -140,6 +162,7 @@ class Recorded:
         live: set[str] = set()
         launched: dict[int, tuple[StepPlan, int]] = {}  # step -> plan, time of its turn
         copying: dict[int, int] = {}  # number of a copy -> time of the turn that started it
+        fetching: dict[int, int] = {}  # the same of fetches
         woken_ns: int | None = None  # None: idle
         turn_ns: int | None = None  # time of the turn's first plan; None: none yet
         for call in calls:
@@ -153,13 +176,16 @@ class Recorded:
                         raise Divergence(f"step {call.plan.step}", "planned", "nothing had arrived")
                     launched[call.plan.step] = (call.plan, turn_ns)
                     copying.update((op.number, turn_ns) for op in call.plan.ops)
+                    fetching.update((fetch.number, turn_ns) for fetch in call.plan.fetches)
                 continue
             if isinstance(call, Submitted) and call.refused is None:
                 live.add(call.spec.id)
-            if isinstance(call, Aborted | Applied | CopiesDone):
+            if isinstance(call, Aborted | Applied | CopiesDone | FetchesDone):
                 live.difference_update(event[1] for event in call.events if event[0] == "ended")
             if isinstance(call, CopiesDone):
                 self._hear_copies(call, copying)
+            if isinstance(call, FetchesDone):
+                self._hear_fetches(call, fetching)
             if isinstance(call, Applied):
                 if call.result.step not in launched:
                     raise Divergence(f"step {call.result.step}", "returned", "never planned")
@@ -175,6 +201,12 @@ class Recorded:
             if copied.number not in copying:
                 raise Divergence(f"copy {copied.number}", "done", "never started")
             self._copies[copied.number] = (call.now_ns - copying.pop(copied.number), copied.busy_ns)
+
+    def _hear_fetches(self, call: FetchesDone, fetching: dict[int, int]) -> None:
+        for brought in call.done:
+            if brought.number not in fetching:
+                raise Divergence(f"fetch {brought.number}", "done", "never started")
+            self._fetches[brought.number] = (call.now_ns - fetching.pop(brought.number), brought)
 
     def _hear(self, plan: StepPlan, result: StepResult, took_ns: int) -> None:
         self._steps[plan.step] = (took_ns, result.busy_ns, result.latency_ns)

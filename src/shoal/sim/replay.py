@@ -7,7 +7,19 @@ from pathlib import Path
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.telemetry import journal
-from shoal.telemetry.journal import Aborted, Applied, Call, CopiesDone, Header, Planned, Recorder, Submitted
+from shoal.telemetry.journal import (
+    Aborted,
+    Applied,
+    Call,
+    CopiesDone,
+    FetchesDone,
+    Header,
+    LeaseOver,
+    Lent,
+    Planned,
+    Recorder,
+    Submitted,
+)
 
 
 class Divergence(Exception):
@@ -67,6 +79,12 @@ def _call(live: Recorder, record: Call) -> None:
                 live.apply(record.result, record.now_ns)
             case CopiesDone():
                 live.copied(record.done, record.now_ns)
+            case FetchesDone():
+                live.fetched(record.done, record.now_ns)
+            case Lent():
+                live.lend(record.lease, record.keys, record.now_ns)
+            case LeaseOver():
+                live.unlend(record.lease, record.now_ns)
     except Exception:
         if not record.error:
             raise

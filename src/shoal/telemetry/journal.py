@@ -3,10 +3,11 @@
 It holds prompts and outputs as token ids, which is why it is off by default and its file is mode 0600.
 
     {"op": "header", ...}                         what a fresh Scheduler needs: limits, key root, costs
-    {"op": "submit" | "abort" | "plan" | "apply" | "copied",
+    {"op": "submit" | "abort" | "plan" | "apply" | "copied" | "fetched" | "lend" | "unlend",
      "now_ns": ..., its other inputs, what the scheduler answered}
 
-Costs are learned inside `apply` and `copied` and from results alone, so header and inputs determine every later plan.
+Costs are learned inside `apply`, `copied` and `fetched` and from results alone, so header and inputs determine every
+later plan.
 An engine that starts again appends another header: a journal may hold several runs, and the one before a crash is never
 overwritten.
 
@@ -21,7 +22,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from shoal.core.kv.news import KvEvent
 from shoal.core.limits import Limits
 from shoal.core.plan import (
     Accepted,
+    Brought,
     Copied,
     Ended,
     Event,
@@ -102,7 +104,28 @@ class CopiesDone(_Line, frozen=True, tag="copied"):
     error: str = ""
 
 
-Call = Submitted | Aborted | Planned | Applied | CopiesDone
+class FetchesDone(_Line, frozen=True, tag="fetched"):
+    now_ns: int
+    done: list[Brought]
+    events: list[Any]
+    error: str = ""
+
+
+class Lent(_Line, frozen=True, tag="lend"):
+    now_ns: int
+    lease: int
+    keys: tuple[bytes, ...]
+    blocks: list[int]
+    error: str = ""
+
+
+class LeaseOver(_Line, frozen=True, tag="unlend"):
+    now_ns: int
+    lease: int
+    error: str = ""
+
+
+Call = Submitted | Aborted | Planned | Applied | CopiesDone | FetchesDone | Lent | LeaseOver
 Record = Header | Call
 
 _KINDS: dict[type, str] = {
@@ -191,6 +214,35 @@ class Recorder:
         if self._sink.on:
             self._write(CopiesDone(now_ns, done, _tagged(events)))
         return events
+
+    def fetched(self, done: list[Brought], now_ns: int) -> list[Event]:
+        try:
+            events = self._scheduler.fetched(done, now_ns)
+        except Exception as error:
+            self._end_with(FetchesDone(now_ns, done, [], _named(error)))
+            raise
+        if self._sink.on:
+            self._write(FetchesDone(now_ns, done, _tagged(events)))
+        return events
+
+    def lend(self, lease: int, keys: Sequence[bytes], now_ns: int) -> list[int]:
+        try:
+            blocks = self._scheduler.lend(lease, keys, now_ns)
+        except Exception as error:
+            self._end_with(Lent(now_ns, lease, tuple(keys), [], _named(error)))
+            raise
+        if self._sink.on:
+            self._write(Lent(now_ns, lease, tuple(keys), blocks))
+        return blocks
+
+    def unlend(self, lease: int, now_ns: int) -> None:
+        try:
+            self._scheduler.unlend(lease, now_ns)
+        except Exception as error:
+            self._end_with(LeaseOver(now_ns, lease, _named(error)))
+            raise
+        if self._sink.on:
+            self._write(LeaseOver(now_ns, lease))
 
     def view(self) -> View:
         return self._scheduler.view()

@@ -57,6 +57,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int
     vocab_size: int
     capabilities: tuple[str, ...] = ()
+    peers: str = ""  # address where it lends blocks to other engines; empty: it does not
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

@@ -82,6 +82,10 @@ class PrefixIndex:
         """The entry whose KV this block holds."""
         return self._by_block.get(block)
 
+    def find(self, key: bytes) -> Entry | None:
+        """For whoever knows nothing but the key."""
+        return self._by_key.get(key)
+
     def match(self, chain: Chain, tokens: list[int], max_blocks: int) -> list[Entry]:
         """The longest known prefix of `tokens`, at most `max_blocks` blocks of it.
 
