@@ -221,6 +221,32 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt(runner
     assert cut.tokens == whole.tokens
 
 
+def test_prompt_logprobs_survive_a_block_that_changed_while_their_request_was_parked(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third block on all is computed again, but what scores its first token was computed before that."""
+    prompt = tuple((31 * place + 5) % 269 for place in range(100))
+    sampling = Sampling(temperature=0, prompt_logprobs=0)
+    asking = RequestSpec(id="a", prompt=prompt, max_tokens=12, sampling=sampling, priority=1)
+    urgent = RequestSpec(id="urgent", prompt=PROMPT, max_tokens=2, sampling=GREEDY)
+    whole = run_requests(runner, make_scheduler(runner), [asking])["a"]
+    honest, back = HostBlocks.copy, list[int]()
+
+    def spoil(host: HostBlocks, **how: Any) -> list[int]:
+        if not how["out"]:
+            back.append(how["host_block"])
+            host._host_HNX[how["host_block"], 1, 77] ^= 16 * (len(back) == 3)
+        return honest(host, **how)
+
+    monkeypatch.setattr(HostBlocks, "copy", spoil)
+    scheduler = make_scheduler(runner, max_num_seqs=1, preemption="swap")
+    parked = run_requests(runner, scheduler, [asking], later={5: [urgent]})["a"]
+    assert (parked.parks, scheduler.view().bad_blocks) == (1, 1)
+    scores = [[entry.logprob for entry in outcome.prompt_logprobs] for outcome in (whole, parked)]
+    assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+    assert parked.tokens == whole.tokens
+
+
 # -- prefix blocks -----------------------------------------------------------------------------------------------------
 
 

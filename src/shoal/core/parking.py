@@ -156,6 +156,8 @@ class Parking:
             if copied.bad:
                 first = request.blocks.index(op.device_blocks[0])
                 request.kept = (first + min(copied.bad)) * self._limits.block_tokens
+                if request.spec.sampling.prompt_logprobs is not None and request.kept < request.num_prompt:
+                    request.kept = 0  # what would score the next prompt token is not there any more
             request.computed = request.scheduled = max(request.computed, request.kept)
             self._tables.filled(request)
             self.drop(request)
