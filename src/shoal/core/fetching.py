@@ -20,7 +20,7 @@ MAX_FETCHES = 4  # at one time: as many as an engine carries out at once
 LATENCY_NS = 10_000_000  # to find the peer, to prove who asks, and until it has answered
 LEAST_LIMIT_NS = 200_000_000
 REST_NS = 2_000_000_000  # a peer of which nothing came is not asked again for so long
-KNOWN_NS = 60_000_000_000  # what was learned of a peer is forgotten after so long without news: it may be faster now
+KNOWN_NS = 300_000_000_000  # what was learned of a peer is forgotten after so long without news: it may be faster now
 MAX_LINKS = 1024
 _LEARNED = 0.2  # weight of the newest fetch in the rate
 
@@ -131,14 +131,15 @@ class Fetching:
         num_bytes = brought.num_good * self._limits.block_bytes
         believed = 1e9 / self._limits.fetch_bytes_per_s
         link = self._links.pop(fetch.address, None)
-        if link is None or now_ns - link.heard_ns >= KNOWN_NS:
+        fresh = link is None or now_ns - link.heard_ns >= KNOWN_NS
+        if link is None or fresh:
             link = _Link(believed, now_ns)
         link.heard_ns = now_ns
         if not brought.num_good:
             link.rests_until_ns = now_ns + REST_NS
         elif num_bytes:
             seen = max(0, brought.busy_ns - LATENCY_NS) / num_bytes
-            link.ns_per_byte += _LEARNED * (seen - link.ns_per_byte)
+            link.ns_per_byte += (1.0 if fresh else _LEARNED) * (seen - link.ns_per_byte)
         self._links[fetch.address] = link
         if len(self._links) > MAX_LINKS:
             del self._links[next(iter(self._links))]  # heard of longest ago

@@ -68,8 +68,10 @@ class Modelled:
         return max(now_ns, free_ns) + busy_ns, Copied(op.number, busy_ns)
 
     def fetch(self, fetch: Fetch, num_bytes: int, now_ns: int) -> tuple[int, Brought]:
-        busy_ns = self.FETCH_LATENCY_NS + int(num_bytes / self._fetch_bytes_per_s * 1e9)
-        return now_ns + busy_ns, Brought(fetch.number, len(fetch.blocks), busy_ns)
+        block_ns = num_bytes / len(fetch.blocks) / self._fetch_bytes_per_s * 1e9
+        busy_ns = min(fetch.limit_ns, self.FETCH_LATENCY_NS + int(len(fetch.blocks) * block_ns))
+        num_good = min(len(fetch.blocks), int((busy_ns - self.FETCH_LATENCY_NS + 1) / block_ns))
+        return now_ns + busy_ns, Brought(fetch.number, num_good, busy_ns)
 
 
 class Replica:
