@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 
-from shoal.core.plan import Admit, Brought, Copied, Fetch, KvOp, Logprobs, Slice, StepPlan, StepResult
+from shoal.core.plan import Admit, Brought, Copied, Fetch, Held, KvOp, Logprobs, Slice, StepPlan, StepResult
 
 
 class Known:
@@ -44,6 +45,9 @@ class BlockRunner:
         self.written: dict[int, int] = {}  # block -> newest step that wrote to it
         self.copies: deque[KvOp] = deque()
         self.host: dict[tuple[int, int], tuple[int, int]] = {}  # as slots
+        self.moves: list[KvOp] = []  # with the disk
+        self.disk: dict[bytes, tuple[Held, list[tuple[int, int] | None]]] = {}  # by key; the block's slots
+        self.lost: list[bytes] = []  # that the next move tells of
         self.returned = 0
         self.fetches: dict[int, Fetch] = {}
         self.lent: dict[int, dict[tuple[int, int], int]] = {}  # lease -> (block, offset) -> name
@@ -73,6 +77,11 @@ class BlockRunner:
 
     def _start(self, op: KvOp) -> None:
         """A copy begins. Until it is done, nobody may touch the blocks that it names, on either side."""
+        if op.disk:
+            assert not op.device_blocks and len(op.disk) == len(op.host_blocks), f"{op}"
+            self._share_nothing(op)
+            self.moves.append(op)
+            return
         assert op.device_blocks and len(op.device_blocks) == len(op.host_blocks), f"{op}"
         for block in op.device_blocks:
             if op.out:  # others may read what they share with it
@@ -80,10 +89,37 @@ class BlockRunner:
             else:
                 assert not any(block in named for _, named in self.flights), f"block {block} of {op} is in flight"
                 assert not self._copying(block), f"block {block} is copied twice at once"
-        for other in self.copies:
-            reads = not op.out and not other.out  # of a prefix, for two at once
-            assert reads or not set(op.host_blocks) & set(other.host_blocks), f"{op} and {other} share host blocks"
+        self._share_nothing(op)
         self.copies.append(op)
+
+    def _share_nothing(self, op: KvOp) -> None:
+        for other in (*self.copies, *self.moves):
+            reads = all(bool(each.disk) == each.out for each in (op, other))  # of host blocks, for two at once
+            assert reads or not set(op.host_blocks) & set(other.host_blocks), f"{op} and {other} share host blocks"
+
+    def move(self, chance: Random) -> Copied:
+        """One with the disk is done, in any order. Blocks fail, and others are given up there."""
+        op = self.moves.pop(chance.randrange(len(self.moves)))
+        bad = []
+        for place, (held, block) in enumerate(zip(op.disk, op.host_blocks, strict=True)):
+            slots = [(block, offset) for offset in range(self.size)]
+            if chance.random() < 0.1:
+                bad.append(place)
+            elif op.out:
+                self.disk[held.key] = held, [self.host.get(slot) for slot in slots]
+            elif held.key not in self.disk:
+                bad.append(place)
+            else:
+                for slot, content in zip(slots, self.disk[held.key][1], strict=True):
+                    assert content is not None
+                    self.host[slot] = content
+            if place in bad and not op.out:
+                self.host.update(dict.fromkeys(slots, (-1, 0)))
+        if self.disk and chance.random() < 0.3:
+            self.lost.append(chance.choice(list(self.disk)))
+            del self.disk[self.lost[-1]]
+        dropped, self.lost = (tuple(self.lost), []) if chance.random() < 0.7 else ((), self.lost)
+        return Copied(op.number, 1000, tuple(bad), dropped)
 
     def copy(self, spoiled: Callable[[], bool] = lambda: False) -> Copied:
         """The oldest copy is done. `spoiled`: whether a block comes back with another content, asked for each."""

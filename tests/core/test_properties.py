@@ -16,7 +16,7 @@ import pytest
 from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Ended, Event, Logprobs, PromptScored, Refused, Token
+from shoal.core.plan import Accepted, Ended, Event, Held, Logprobs, PromptScored, Refused, Token
 from shoal.core.request import Finish, RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
@@ -26,6 +26,7 @@ from tests.core.naive import VOCAB, Client, random_specs, sample
 SEEDS = 40
 STEPS = 250  # x SEEDS = 10,000
 Composer = Literal["value", "fcfs", "static"]
+Disk = dict[bytes, tuple[Held, list[tuple[int, int] | None]]]
 WORLDS: list[tuple[Composer, int]] = [("value", seed) for seed in range(SEEDS)]
 WORLDS += [("fcfs", seed) for seed in range(SEEDS // 2)] + [("static", seed) for seed in range(SEEDS // 2)]
 
@@ -33,10 +34,13 @@ WORLDS += [("fcfs", seed) for seed in range(SEEDS // 2)] + [("static", seed) for
 class World:
     """One scheduler, its runner and its clients, driven at random."""
 
-    def __init__(self, seed: int, composer: Composer = "value") -> None:
+    def __init__(self, seed: int, composer: Composer = "value", left: Disk | None = None) -> None:
+        """`left`: on the disk, by an earlier run; None: there may be no disk."""
         self.chance = chance = random.Random(seed)
         max_wait_s = chance.choice((40.0, 1e6))
         self.now_ns = 0
+        num_host_blocks = chance.choice((0, 5, 12, 60))
+        has_disk = num_host_blocks > 0 and chance.random() < 0.7
         self.limits = Limits(
             num_blocks=chance.choice((8, 11, 16, 40)),
             block_tokens=4,
@@ -46,23 +50,26 @@ class World:
             max_num_batched_tokens=chance.choice((2, 9, 32, 200)),
             max_prefill_chunk=chance.choice((0, 5, 16)),
             max_step_ns=chance.choice((500, 12, 5)) * 1_000_000,
-            prefix_caching=chance.random() < 0.8,
+            prefix_caching=chance.random() < 0.8 or left is not None,
             max_steps_in_flight=chance.choice((1, 2, 3)),
             composer=composer,
             classes={
                 name: replace(service, max_queue=20, max_wait_s=max_wait_s, ttft_ms=chance.choice((0.0, 50.0)))
                 for name, service in DEFAULT_CLASSES.items()
             },
-            num_host_blocks=chance.choice((0, 5, 12, 60)),
+            num_host_blocks=num_host_blocks if left is None else 12,
+            disk_bytes_per_s=1e8 if has_disk or left is not None else 0.0,
             block_bytes=4000,
             copy_bytes_per_s=chance.choice((1e6, 1e8)),
             preemption=chance.choice(("auto", "auto", "swap", "recompute")),
         )
         cost = StepCost((0, 1e6, 1e4, 0, 0))
         root = root_key("m", "float32", "1", 4)
-        self.scheduler = Scheduler(self.limits, hash_root=root, cost=cost)
+        on_disk = [held for held, _ in left.values()] if left else ()
+        self.scheduler = Scheduler(self.limits, hash_root=root, cost=cost, on_disk=on_disk)
         self.clients: dict[str, Client] = {}
         self.runner = BlockRunner(4, sample, scope=lambda id: self.clients[id].spec.salt)
+        self.runner.disk = dict(left or {})
         self.submitted = 0
 
     def hear(self, events: Iterable[Event]) -> None:
@@ -106,17 +113,22 @@ class World:
             copied = self.runner.copy(lambda: self.chance.random() < 0.05)
             self.hear(self.scheduler.copied([copied], self.now_ns))
 
+    def move(self) -> None:
+        if self.runner.moves:
+            self.hear(self.scheduler.copied([self.runner.move(self.chance)], self.now_ns))
+
     def drain(self) -> None:
         """Everything ends, in bounded time, and nothing is left behind."""
         for _ in range(20_000):
             planned = self.plan()
             self.scheduler.check()
-            if not planned and not self.runner.flights and not self.runner.copies:
+            if not planned and not self.runner.flights and not self.runner.copies and not self.runner.moves:
                 break
             if not planned or self.chance.random() < 0.5:
                 self.apply()
             if not planned or self.chance.random() < 0.5:
                 self.copy()
+                self.move()
         assert all(client.ended for client in self.clients.values())
         view = self.scheduler.view()
         assert view.num_running == view.num_waiting == view.waiting_tokens == self.scheduler.num_in_flight == 0
@@ -130,11 +142,32 @@ class World:
 @pytest.mark.parametrize(("composer", "seed"), WORLDS)
 def test_every_request_comes_to_what_it_must(composer: Composer, seed: int) -> None:
     world = World(seed, composer)
-    turns = [world.plan] * 6 + [world.apply] * 5 + [world.copy] * 2 + [world.submit] * 2 + [world.abort]
+    turns = (
+        [world.plan] * 6 + [world.apply] * 5 + [world.copy, world.copy, world.move] + [world.submit] * 2 + [world.abort]
+    )
     while world.scheduler.view().step < STEPS:
         world.chance.choice(turns)()
         world.scheduler.check()
     world.drain()
+
+
+def test_a_run_finds_on_the_disk_what_the_one_before_it_left() -> None:
+    """Each seed asks for the same prompts twice; blocks of the disk fail, and are dropped by it, meanwhile."""
+    num_hit = 0
+    for seed in range(12):
+        left: Disk = {}
+        for _ in range(2):
+            world = World(seed, left=left)
+            turns = (
+                [world.plan] * 6 + [world.apply] * 5 + [world.copy, world.move] * 2 + [world.submit] * 2 + [world.abort]
+            )
+            while world.scheduler.view().step < 150:
+                world.chance.choice(turns)()
+                world.scheduler.check()
+            world.drain()
+            left = world.runner.disk
+            num_hit += world.scheduler.view().disk_hits
+    assert num_hit > 200
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -169,6 +202,7 @@ def test_the_worlds_are_rough_enough(composer: Composer, preemptions: int, parks
                 pass
             world.apply()
             world.copy()
+            world.move()
         views.append(world.scheduler.view())
     assert sum(view.preemptions for view in views) >= preemptions
     assert sum(view.parks for view in views) >= parks

@@ -38,6 +38,7 @@ WAIT_S = 60.0
 VOCAB = 259
 CLASSES = {name: replace(service, max_wait_s=3600.0) for name, service in DEFAULT_CLASSES.items()}
 PARKING = {"num_host_blocks": 24, "block_bytes": 1000, "preemption": "swap"}
+ON_DISK = {**PARKING, "disk_bytes_per_s": 1e9}
 
 
 def limits(in_flight: int, **changes: Any) -> Limits:
@@ -216,7 +217,7 @@ def test_a_real_model_is_replayed_and_simulated_exactly(tmp_path: Path, in_fligh
 def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "journal"
     rng, in_flight = Random(seed), seed % 3 + 1
-    changes = {"composer": ("value", "fcfs", "static")[seed // 3 % 3], **(PARKING if seed % 2 else {})}
+    changes = {"composer": ("value", "fcfs", "static")[seed // 3 % 3], **(ON_DISK if seed % 2 else {})}
     cost = StepCost((1e6, 2e4, 3.0, 1e4, 0.0))
     scheduler = Scheduler(limits(in_flight, **changes), hash_root=ROOT, cost=cost)
     live = Recorder(scheduler, JournalFile(path), hash_root=ROOT)
@@ -233,7 +234,11 @@ def test_any_calls_in_any_order_are_replayed_exactly(tmp_path: Path, seed: int) 
             live.abort(rng.choice(ids), now_ns)
         elif draw < 0.15 and copying:
             count = rng.randint(1, len(copying))
-            live.copied([Copied(copying.popleft().number, rng.randrange(1_000_000)) for _ in range(count)], now_ns)
+            done = [copying.popleft() for _ in range(count)]
+            lost = [(0,) if op.disk and rng.random() < 0.2 else () for op in done]
+            live.copied(
+                [Copied(op.number, rng.randrange(1_000_000), bad) for op, bad in zip(done, lost, strict=True)], now_ns
+            )
         elif draw < 0.55:
             plan = live.plan(now_ns)
             flying += [plan] if plan else []

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 from typing import Any
 
 from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Copied, Ended, KvOp, Logprobs, Parked, Preempted, PromptScored, Token
+from shoal.core.plan import Accepted, Copied, Ended, Held, KvOp, Logprobs, Parked, Preempted, PromptScored, Token
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 
 MAX_STEPS = 20_000
+WAIT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -30,7 +32,7 @@ class Outcome:
 PATIENT = {name: replace(service, max_wait_s=1e9) for name, service in DEFAULT_CLASSES.items()}  # nothing ever presses
 
 
-def make_scheduler(runner: Any, **limits: Any) -> Scheduler:
+def make_scheduler(runner: Any, *, on_disk: Iterable[Held] = (), **limits: Any) -> Scheduler:
     """For a runner that no other scheduler drives from now on."""
     runner.forget_all()
     settings = {
@@ -44,7 +46,7 @@ def make_scheduler(runner: Any, **limits: Any) -> Scheduler:
     }
     if runner.host is not None:
         settings = {"num_host_blocks": runner.host.num_blocks, "block_bytes": runner.host.block_bytes, **settings}
-    return Scheduler(Limits(**settings), hash_root=runner.hash_root)
+    return Scheduler(Limits(**settings), hash_root=runner.hash_root, on_disk=on_disk)
 
 
 def run_requests(
@@ -53,24 +55,37 @@ def run_requests(
     specs: Iterable[RequestSpec],
     *,
     later: Mapping[int, Sequence[RequestSpec]] | None = None,
+    disk: Any = None,
 ) -> dict[str, Outcome]:
     """Steps until all has ended, with as many plans in flight as the scheduler allows, and `check()` after each step.
 
     `later`: requests that arrive before the n-th step is planned, counted from 0. A plan's copies are made when it
-    is launched, and known as done before the next one.
+    is launched, and known as done before the next one; with `disk`, a transfer.storage.Storage, whenever that tells.
     """
     outcomes: dict[str, Outcome] = {}
     _submit(scheduler, specs, outcomes)
     arrivals = dict(later or {})
     copied: list[Copied] = []
+    told: SimpleQueue[Copied] = SimpleQueue()
+    moving, planned = 0, True  # with the disk
     for now_ns in range(MAX_STEPS):
         _submit(scheduler, arrivals.pop(now_ns, ()), outcomes)
+        idle = not planned and not copied and scheduler.num_in_flight == 0
+        while moving and (idle or not told.empty()):
+            copied.append(told.get(timeout=WAIT_S))
+            moving, idle = moving - 1, False
         events = scheduler.copied(copied, now_ns) if copied else []
+        planned = False
         copied = []
         while (plan := scheduler.plan(now_ns)) is not None:
             runner.launch(plan)
-            copied += [_copy(runner, op) for op in plan.ops]
-        if scheduler.num_in_flight == 0 and not copied:
+            copied += [_copy(runner, op) for op in plan.ops if not op.disk]
+            planned = True
+            for op in plan.ops:
+                if op.disk:
+                    disk.start(op, told.put)
+                    moving += 1
+        if scheduler.num_in_flight == 0 and not copied and not moving:
             break
         if scheduler.num_in_flight:
             events += scheduler.apply(runner.collect(), now_ns)

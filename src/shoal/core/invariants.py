@@ -19,7 +19,7 @@ def check(scheduler: Scheduler) -> None:
     running, waiting, parking = members.running, list(members.line), members.parking
     tables = parking.device_tables() + members.fetching.device_tables() + members.lending.device_tables()
     members.tables.check(running.values(), tables, members.returned, scheduler._step)
-    parking.check(waiting)
+    parking.check(waiting, members.storing.host_tables())
     moving = parking.requests() + members.fetching.requests()
     live = {request.id: request for request in (*waiting, *moving)} | running
     assert live == scheduler._requests, f"lost or kept too long: {live.keys() ^ scheduler._requests.keys()}"

@@ -31,6 +31,7 @@ class Limits:
     num_host_blocks: int = 0  # of the host tier, where requests are parked; 0: there is none
     block_bytes: int = 0  # of one KV block over all layers
     copy_bytes_per_s: float = 2e9  # between device and host, before anything was measured
+    disk_bytes_per_s: float = 0.0  # read from the disk tier, before anything was measured; 0: there is none
     fetch_bytes_per_s: float = 0.0  # from another engine, before anything was measured; 0: nothing is fetched
     admission_share: float = 1.0  # of what waiting bounds allow; the rest is for requests of replicas that are lost
 
@@ -41,6 +42,8 @@ class Limits:
             self._at_least(name, 1)
         for name in ("max_prefill_chunk", "num_host_blocks", "block_bytes"):
             self._at_least(name, 0)
+        if self.disk_bytes_per_s and not self.num_host_blocks:
+            raise ValueError(f"disk_bytes_per_s is {self.disk_bytes_per_s:g}; it needs a host tier to read into")
         self._check_classes()
         for name, allowed in (("composer", get_args(Composer)), ("preemption", get_args(Preemption))):
             if getattr(self, name) not in allowed:

@@ -15,21 +15,36 @@ from shoal.core.lending import Lending
 from shoal.core.lengths import Lengths
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
-from shoal.core.plan import Admit, Brought, ClassView, Copied, Event, Fetch, KvOp, Parked, Preempted, Resumed, Started
+from shoal.core.plan import (
+    Admit,
+    Brought,
+    ClassView,
+    Copied,
+    Event,
+    Fetch,
+    Held,
+    KvOp,
+    Parked,
+    Preempted,
+    Resumed,
+    Started,
+)
 from shoal.core.request import NEVER_NS, Request, State
 from shoal.core.sharing import Sharing
 from shoal.core.stepcost import StepCost
+from shoal.core.storing import Storing
 from shoal.core.tables import BlockTables
 from shoal.core.waiting import Line
 
 
 class Members:
-    def __init__(self, limits: Limits, cost: StepCost, line: Line) -> None:
+    def __init__(self, limits: Limits, cost: StepCost, line: Line, on_disk: Iterable[Held] = ()) -> None:
         self.limits = limits
         self.line = line
         self.tables = BlockTables(limits)
         self.parking = Parking(limits, self.tables, cost)
         self.sharing = Sharing(limits, self.tables, self.parking)
+        self.storing = Storing(limits, self.tables, self.parking, on_disk)
         self.fetching = Fetching(limits, self.tables, self.parking)
         self.lending = Lending(limits, self.tables)
         self.lengths = Lengths()
@@ -134,8 +149,11 @@ class Members:
         self.num_returning += 1
 
     def copied(self, done: Iterable[Copied], now_ns: int) -> None:
-        """Copies that are done, in the order of their numbers. ValueError: another one was due."""
+        """Copies that are done; those with the device in order of number. ValueError: another one was due."""
         for each in done:
+            if self.storing.is_under_way(each.number):
+                self.storing.done(each)
+                continue
             request = self.parking.done(each)
             if request is None:
                 continue

@@ -32,7 +32,8 @@ def newcomers(members: Members, line: Iterable[Request], hurry: Hurry, weighs: b
             continue
         ready = request.last_step <= members.returned and request not in members.yielded
         blocks = blocks_for(members, request) if ready else 0
-        if members.sharing.is_coming(request) or members.fetching.is_coming(request):
+        coming = members.sharing.is_coming(request) or members.fetching.is_coming(request)
+        if coming or members.storing.is_waiting(request):
             continue
         if weighs and members.running and hurry.ttft_ns(request.service.rank, members.now_ns):
             blocks += members.limits.num_blocks // RESERVED  # a more urgent one would have to wait for a copy

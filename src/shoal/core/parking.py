@@ -181,11 +181,12 @@ class Parking:
         else:
             self.drop(request)
 
-    def check(self, waiting: Iterable[Request]) -> None:
+    def check(self, waiting: Iterable[Request], others: Iterable[Iterable[int]]) -> None:
+        """`others`: host blocks that belong to nobody in here."""
         tables: list[Iterable[int]] = [request.host_blocks for request in (*waiting, *self._leaving)]
         tables += [copy.request.host_blocks for copy in self._copies if copy.request is not None]
         tables += [copy.op.host_blocks for copy in self._copies if copy.spilled]
-        self.host.check(tables)
+        self.host.check([*tables, *others])
 
     def requests(self) -> list[Request]:
         """Live ones that are neither in the line nor among the running."""
@@ -215,7 +216,11 @@ class Parking:
         read: list[HostEntry] | None = None,
     ) -> KvOp:
         """A copy from now on in flight, until `done`."""
-        self._num_ops += 1
-        op = KvOp(self._num_ops, request.id if request is not None else "", out, tuple(device), tuple(host))
+        op = KvOp(self.new_number(), request.id if request is not None else "", out, tuple(device), tuple(host))
         self._copies.append(Copy(op, held, request, spilled or [], read or []))
         return op
+
+    def new_number(self) -> int:
+        """Of the next KvOp."""
+        self._num_ops += 1
+        return self._num_ops

@@ -43,15 +43,24 @@ class Slice(NamedTuple):
     sample: bool  # sample the token at position start + count
 
 
-class KvOp(NamedTuple):
-    """Copy whole blocks between the device and the host tier, beside the steps. No step in flight writes to its blocks,
-    and nobody else gets them before it is done."""
+class Held(NamedTuple):
+    """A prefix block as whoever looks for it knows it: its key alone proves nothing, keys may collide."""
 
-    number: int  # counts from 1; done in this order
+    key: bytes
+    parent: bytes  # key of the block before
+    tokens: tuple[int, ...]
+
+
+class KvOp(NamedTuple):
+    """Copy whole blocks beside the steps: between the device and the host tier; where `disk` says which, between that
+    and the disk. No step in flight writes to its blocks, and nobody else gets them before it is done."""
+
+    number: int  # counts from 1; those with the device are done in this order
     id: str  # whose KV it is; empty for prefix blocks that nobody holds
-    out: bool  # from the device to the host; else back
-    device_blocks: tuple[int, ...]
-    host_blocks: tuple[int, ...]  # as many
+    out: bool  # away from the device; else back
+    device_blocks: tuple[int, ...]  # none where the disk is the other end
+    host_blocks: tuple[int, ...]  # as many as there are at the other end
+    disk: tuple[Held, ...] = ()  # what is written to the disk, or read from it
 
 
 class Copied(NamedTuple):
@@ -59,7 +68,9 @@ class Copied(NamedTuple):
 
     number: int
     busy_ns: int  # time of the copy itself, without waiting for others
-    bad: tuple[int, ...] = ()  # which of its blocks, counted from 0, came back with another content than they had
+    # Which of its blocks, counted from 0, came back with another content than they had; with the disk: are not there.
+    bad: tuple[int, ...] = ()
+    dropped: tuple[bytes, ...] = ()  # keys that cannot be read from the disk any more, told after `bad`
 
 
 class Fetch(NamedTuple):
@@ -204,6 +215,7 @@ class View:
     free_host_blocks: int = 0
     cached_host_blocks: int = 0  # prefix blocks that a prompt would find
     host_hits: int = 0  # tokens found in the host tier, beyond those found on the device
+    disk_hits: int = 0  # tokens read from the disk into the host tier
     peer_hits: int = 0  # tokens brought from other engines
     lent_blocks: int = 0  # that other engines read
     bad_blocks: int = 0  # that came back from the host tier with another content, and were computed again

@@ -29,7 +29,9 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
     )
     num_slots, num_blocks, num_heads = members.free_slots, 0, 0
     for head in islice(newcomers, MAX_LOOKS):
-        if head in pressing or head.last_step > members.returned or not members.leader_done(head):
+        if head.last_step > members.returned or members.storing.is_waiting(head):
+            continue
+        if head in pressing or not members.leader_done(head):
             continue
         if head.service.rank > members.worst_rank or num_heads == MAX_HEADS:
             return

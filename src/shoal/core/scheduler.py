@@ -39,6 +39,7 @@ from shoal.core.plan import (
     Copied,
     Ended,
     Event,
+    Held,
     KvOp,
     Logprobs,
     PromptScored,
@@ -66,13 +67,17 @@ class Flight:
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, *, hash_root: bytes, cost: StepCost | None = None) -> None:
-        """`hash_root`: kv.hashing.root_key of the model and the KV's layout; `cost`: learned on, in place."""
+    def __init__(
+        self, limits: Limits, *, hash_root: bytes, cost: StepCost | None = None, on_disk: Iterable[Held] = ()
+    ) -> None:
+        """`hash_root`: kv.hashing.root_key of the model and the KV's layout; `cost`: learned on, in place; `on_disk`:
+        prefix blocks that an earlier run left there."""
         self.limits = limits
         self.cost = cost or StepCost()
         self._root = hash_root
         self._composer = COMPOSERS[limits.composer](limits)
-        self._members = Members(limits, self.cost, self._composer.make_line())
+        self.on_disk = tuple(on_disk)  # at the start
+        self._members = Members(limits, self.cost, self._composer.make_line(), self.on_disk)
         self._promises = Promises(limits, self.cost)
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._hurry = Hurry()
@@ -145,6 +150,7 @@ class Scheduler:
         members.yielded = []
         for request in members.line.stamp(now_ns):
             self._hurry.arrived(request)
+            members.ops += members.storing.fetch(request)
         pressed = pressing.pressing(members, self._some_left_out) if self._composer.weighs else []
         crowded = pressing.make_way(members, pressed)
         if not crowded:
@@ -166,7 +172,7 @@ class Scheduler:
         ops = members.ops + members.parking.start_leaving(members.returned)
         if not part.slices and not part.chunks and not ops and not members.fetches:
             return None
-        ops = ops or members.sharing.start_spilling()
+        ops = (ops or members.sharing.start_spilling()) + members.storing.start_writing()
         self._some_left_out = len(part.decodes) + len(part.chunks) < num_running + len(part.admits)
         return self._launch(part, ops)
 
@@ -284,7 +290,7 @@ class Scheduler:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def copied(self, done: Iterable[Copied], now_ns: int) -> list[Event]:
-        """Copies that are done, in the order of their numbers. ValueError: another one was due."""
+        """Copies that are done; those with the device in order of number. ValueError: another one was due."""
         members = self._members
         members.copied(done, now_ns)
         events, members.events = members.events, []
@@ -414,6 +420,7 @@ class Scheduler:
             free_host_blocks=host.num_free,
             cached_host_blocks=host.num_cached,
             host_hits=members.sharing.num_hit,
+            disk_hits=members.storing.num_hit,
             peer_hits=members.fetching.num_brought,
             lent_blocks=members.lending.num_blocks,
             bad_blocks=parking.num_bad,
@@ -431,7 +438,11 @@ class Scheduler:
 
     def kv_news(self) -> list[KvEvent]:
         """Prefix blocks stored and dropped since the call before, in order. From the first call on they are noted."""
-        return self._members.tables.index.take_news()
+        index = self._members.tables.index
+        begun, news = index.news is not None, index.take_news()
+        if not begun:
+            self._members.storing.tell_held()
+        return news
 
     def check(self) -> None:
         """AssertionError, with a message that says what, where an invariant is broken."""

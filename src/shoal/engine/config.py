@@ -87,6 +87,16 @@ class EngineConfig:
             "0: no limit",
         ),
     ] = 0
+    kv_disk_folder: Annotated[
+        str,
+        Meta(
+            description="where each engine keeps prefix blocks, in a folder of its own, also for its next start; "
+            "they are read into the memory of host_cache_bytes. Empty: nowhere"
+        ),
+    ] = ""
+    kv_disk_bytes: Annotated[
+        int, Meta(ge=0, extra_json_schema={"unit": "bytes"}, description="most that an engine keeps there")
+    ] = 0
     peer_address: Annotated[
         str,
         Meta(

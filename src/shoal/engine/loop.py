@@ -42,7 +42,7 @@ class Runner(Protocol):
 
 
 class Copier(Protocol):
-    """Who carries out a plan's copies, beside the steps and in the order of their numbers."""
+    """Who carries out a plan's copies, beside the steps: those with the device in the order of their numbers."""
 
     def start(self, op: KvOp, tell: Callable[[Copied | Exception], None]) -> None:
         """Returns at once. `tell` is called on a thread of the copier's own: with the copy that is done, or with why
@@ -156,7 +156,8 @@ class StepLoop:
         self._stopping = False
         self._owners: dict[str, _Owner] = {}  # of live requests; step thread only
         self._in_flight: deque[_Launched] = deque()  # launched and not collected
-        self._copies: deque[KvOp] = deque()  # started and not reported
+        self._copies: deque[KvOp] = deque()  # with the device, started and not reported
+        self._moves: dict[int, KvOp] = {}  # the same with the disk, by number
         self._num_fetches = 0  # started and not reported
         self._leases: set[int] = set()  # that are not over
         self._blocked = False  # requests are live, and only the inbox can change that nothing can be planned
@@ -281,7 +282,7 @@ class StepLoop:
         self._view = self._scheduler.view()
         self._publish(self._close_turn(updates, refused, step))
         self._blocked = bool(self._owners) and not (launched or finished)
-        if self._blocked and not (self._copies or self._num_fetches or self._leases):
+        if self._blocked and not (self._copies or self._moves or self._num_fetches or self._leases):
             raise AssertionError(f"{len(self._owners)} requests are live, but no step can be planned for them")
 
     def _take_inbox(self, now_ns: int, updates: Updates, refused: dict[int, list[Refusing]]) -> bool:
@@ -291,6 +292,7 @@ class StepLoop:
         if inbox.copy_failed is not None:
             raise inbox.copy_failed
         if inbox.copied:
+            inbox.copied.sort()  # by number; a simulated turn has them so
             self._take_copied(inbox.copied, now_ns, updates)
         if inbox.brought:
             self._num_fetches -= len(inbox.brought)
@@ -338,10 +340,11 @@ class StepLoop:
 
     def _take_copied(self, copied: list[Copied], now_ns: int, updates: Updates) -> None:
         for each in copied:
-            op = self._copies.popleft()
+            op = self._moves.pop(each.number, None) or self._copies.popleft()
             assert op.number == each.number, f"copy {each.number} was reported, {op.number} was due"
             if each.bad:
-                log.warning("kv.bad_blocks", {"copy": op.number, "request": op.id, "blocks": len(each.bad)})
+                told = "kv.not_on_disk" if op.disk else "kv.bad_blocks"
+                log.warning(told, {"copy": op.number, "request": op.id, "out": op.out, "blocks": len(each.bad)})
         self._expect_copy(now_ns)
         updates.add_all(self._scheduler.copied(copied, now_ns))
 
@@ -367,9 +370,12 @@ class StepLoop:
     def _start_copies(self, ops: list[KvOp]) -> None:
         for op in ops:
             assert self._copier is not None, "a copy was planned, but there is no host tier"
-            self._copies.append(op)
-            if len(self._copies) == 1:
-                self._expect_copy(self._clock())
+            if op.disk:
+                self._moves[op.number] = op  # the store gives up what is late
+            else:
+                self._copies.append(op)
+                if len(self._copies) == 1:
+                    self._expect_copy(self._clock())
             self._copier.start(op, self._on_copy)
 
     def _expect_copy(self, now_ns: int) -> None:

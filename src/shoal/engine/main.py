@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.core.classes import DEFAULT_CLASSES, ServiceClass
 from shoal.core.limits import Limits
@@ -17,10 +18,14 @@ from shoal.engine.config import EngineConfig
 from shoal.engine.process import Engine, Parts
 from shoal.engine.transfer.copier import Copier
 from shoal.engine.transfer.peers import Peers
+from shoal.engine.transfer.storage import BELIEVED_BYTES_PER_S, Storage
 from shoal.telemetry import logs
 from shoal.telemetry.journal import JournalFile, Planner, Recorder
 from shoal.wire import lifeline
 from shoal.wire.messages import EngineInfo
+
+if TYPE_CHECKING:
+    from shoal.engine.runner import Runner
 
 log = logging.getLogger("shoal.engine")
 
@@ -36,6 +41,8 @@ def run(
     classes: Mapping[str, ServiceClass] = DEFAULT_CLASSES,
 ) -> None:
     """Serves until SIGTERM; raises SystemExit with the status. Listens only once requests can be computed."""
+    if config.kv_disk_folder:
+        config = replace(config, kv_disk_folder=str(Path(config.kv_disk_folder) / name))
     logs.setup(name)
     lifeline.watch()
     engine = Engine(
@@ -57,6 +64,7 @@ def build(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch loads
     from shoal.engine.runner import load
 
+    _check_disk(config)
     log.info("engine.loading", {"model": served_name, "folder": model_dir})
     runner = load(model_dir, config)
     log.info("engine.warming", {"blocks": runner.num_blocks, "max_model_len": runner.max_model_len})
@@ -80,21 +88,25 @@ def build(
     if config.peer_address:
         peers = Peers(runner.blocks, config.peer_address)
         limits = replace(limits, fetch_bytes_per_s=float(config.peer_bytes_per_s))
-    copier = None
+    copier = disk = None
     if runner.host is not None:
-        copier = Copier(runner.host, max_bytes_per_s=config.host_copy_bytes_per_s)
+        disk = _disk(runner, config)
+        copier = Copier(runner.host, max_bytes_per_s=config.host_copy_bytes_per_s, disk=disk)
         limits = replace(
             limits,
             num_host_blocks=runner.host.num_blocks,
             copy_bytes_per_s=copier.measure(),
+            disk_bytes_per_s=BELIEVED_BYTES_PER_S if disk else 0.0,
         )
         log.info("engine.host_tier", {"blocks": limits.num_host_blocks, "bytes_per_s": int(limits.copy_bytes_per_s)})
-    scheduler = Scheduler(limits, hash_root=runner.hash_root, cost=cost)
+    on_disk = disk.held() if disk else ()
+    scheduler = Scheduler(limits, hash_root=runner.hash_root, cost=cost, on_disk=on_disk)
     planner, close = _recorded(scheduler, config.journal, runner.hash_root)
     return Parts(
         runner=runner,
         scheduler=planner,
         copier=copier,
+        disk=disk,
         peers=peers,
         info=EngineInfo(
             model=served_name,
@@ -107,6 +119,35 @@ def build(
         costs=lambda: cost.coefficients,
         closing=close,
     )
+
+
+def _check_disk(config: EngineConfig) -> None:
+    """ValueError: the disk tier lacks something."""
+    if not config.kv_disk_folder:
+        return
+    for field, value in (
+        ("kv_disk_bytes", config.kv_disk_bytes),
+        ("host_cache_bytes", config.host_cache_bytes),
+        ("enable_prefix_caching", config.enable_prefix_caching),
+    ):
+        if not value:
+            folder = config.kv_disk_folder
+            raise ValueError(f"engine.kv_disk_folder is {folder!r}; it needs engine.{field}, which is {value}")
+
+
+def _disk(runner: Runner, config: EngineConfig) -> Storage | None:
+    """The disk tier, with what an earlier run left, where one is asked for."""
+    if not config.kv_disk_folder or runner.host is None:
+        return None
+    disk = Storage(
+        runner.host,
+        Path(config.kv_disk_folder),
+        root=runner.hash_root,
+        block_tokens=runner.block_tokens,
+        capacity_bytes=config.kv_disk_bytes,
+    )
+    log.info("engine.disk_tier", {"folder": config.kv_disk_folder, "blocks": disk.num_blocks, "off": disk.off})
+    return disk
 
 
 def _recorded(scheduler: Scheduler, journal: str, hash_root: bytes) -> tuple[Planner, Callable[[], None]]:

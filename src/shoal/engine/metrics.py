@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -57,11 +58,28 @@ class StepMetrics:
         self._errors[step.kind].observe(abs(step.predicted_ns - step.busy_ns) / max(step.busy_ns, 1))
 
 
+class DiskTier(Protocol):
+    """transfer.storage.Storage"""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def off(self) -> bool: ...
+
+    @property
+    def errors(self) -> Mapping[str, int]: ...
+
+
 class EngineCollector(Collector):
     """Reads the last published view; nothing is counted twice, and a scrape costs the step thread nothing."""
 
-    def __init__(self, server: Server, peers: Peers | None = None) -> None:
+    def __init__(self, server: Server, disk: DiskTier | None = None, peers: Peers | None = None) -> None:
         self._server = server
+        self._disk = disk
         self._peers = peers
 
     def collect(self) -> Iterator[Metric]:
@@ -74,6 +92,15 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("shoal:ready", "1: the step loop takes work", float(self._server.ready))
         yield GaugeMetricFamily("shoal:num_sessions", "connected gateways", self._server.num_sessions)
         yield counters("wire_disconnects", "ended connections by cause", "cause", self._server.ended.items())
+        if self._disk is not None:
+            yield from _disk(self._disk)
+
+
+def _disk(disk: DiskTier) -> Iterator[Metric]:
+    yield GaugeMetricFamily("shoal:disk_cache_blocks", "prefix blocks in the disk tier", disk.num_blocks)
+    yield GaugeMetricFamily("shoal:disk_cache_bytes", "their bytes in the file", disk.num_bytes)
+    yield GaugeMetricFamily("shoal:disk_cache_off", "1: left alone for a while after errors", float(disk.off))
+    yield counters("kv_tier_errors", "errors of the disk tier by reason; each is a miss", "reason", disk.errors.items())
 
 
 def _gauges(view: View) -> Iterator[Metric]:
@@ -131,6 +158,7 @@ def _counters(view: View) -> Iterator[Metric]:
         ("kv_swapped_in_bytes", "KV copied back from the host tier", view.swapped_in_bytes),
         ("kv_bad_blocks", "KV blocks that came back with another content, and were computed again", view.bad_blocks),
         ("prefix_cache_host_hits", "prompt tokens found in the host tier, beyond those on the device", view.host_hits),
+        ("prefix_cache_disk_hits", "prompt tokens read from the disk into the host tier", view.disk_hits),
         ("prefix_cache_peer_hits", "prompt tokens brought from other engines", view.peer_hits),
         ("recomputed_tokens", "tokens computed again after a preemption", view.recomputed_tokens),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", view.prefix_queries),

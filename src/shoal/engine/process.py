@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from shoal.engine.loop import Copier, Runner, StepLoop, Turn
-from shoal.engine.metrics import EngineCollector, StepMetrics
+from shoal.engine.metrics import DiskTier, EngineCollector, StepMetrics
 from shoal.engine.server import Server
 from shoal.engine.transfer.peers import Peers
 from shoal.telemetry.journal import Planner
@@ -43,6 +43,7 @@ class Parts:
     scheduler: Planner
     info: EngineInfo
     copier: Copier | None = None  # where there is a host tier
+    disk: DiskTier | None = None  # where there is one
     peers: Peers | None = None  # where blocks are fetched from other engines, and lent
     costs: Callable[[], tuple[float, ...]] = tuple
     closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more
@@ -201,7 +202,7 @@ class Engine:
         await server.listen(self._listen, secret=self._secret, incarnation=self._incarnation)
         self._server = server
         self._address = server.listener.address
-        self._registry.register(EngineCollector(server, parts.peers))
+        self._registry.register(EngineCollector(server, parts.disk, parts.peers))
         if link is not None:
             link.registration_changed()
         log.info("engine.serving", {"address": self._address, "metrics": self._metrics_url})

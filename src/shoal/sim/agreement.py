@@ -116,7 +116,7 @@ class Recorded:
     def __init__(self, calls: list[Call]) -> None:
         self._delays = deque[int]()
         self._steps: dict[int, tuple[int, int, int]] = {}  # step -> (turn to apply, busy_ns, latency_ns)
-        self._copies: dict[int, tuple[int, int]] = {}  # number -> (from turn to turn, busy_ns)
+        self._copies: dict[int, tuple[int, Copied]] = {}  # number -> (from turn to turn, what was told)
         self._fetches: dict[int, tuple[int, Brought]] = {}  # number -> (from turn to turn, what it brought)
         self._said: defaultdict[tuple[str, int], deque[Said]] = defaultdict(deque)  # by (request, slice's start)
         self._read(calls)
@@ -136,8 +136,8 @@ class Recorded:
     def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
         if op.number not in self._copies:
             return NEVER_NS, Copied(op.number, 0)
-        took_ns, busy_ns = self._copies[op.number]
-        return now_ns + took_ns, Copied(op.number, busy_ns)
+        took_ns, copied = self._copies[op.number]
+        return now_ns + took_ns, copied
 
     def fetch(self, fetch: Fetch, num_bytes: int, now_ns: int) -> tuple[int, Brought]:
         if fetch.number not in self._fetches:
@@ -200,7 +200,7 @@ class Recorded:
         for copied in call.done:
             if copied.number not in copying:
                 raise Divergence(f"copy {copied.number}", "done", "never started")
-            self._copies[copied.number] = (call.now_ns - copying.pop(copied.number), copied.busy_ns)
+            self._copies[copied.number] = (call.now_ns - copying.pop(copied.number), copied)
 
     def _hear_fetches(self, call: FetchesDone, fetching: dict[int, int]) -> None:
         for brought in call.done:

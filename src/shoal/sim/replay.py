@@ -46,7 +46,8 @@ class Lines:
 def recorder(header: Header, sink: journal.Sink) -> Recorder:
     """Around a fresh Scheduler such as the header's."""
     cost = StepCost(header.coefficients)
-    return Recorder(Scheduler(header.limits, hash_root=header.hash_root, cost=cost), sink, hash_root=header.hash_root)
+    scheduler = Scheduler(header.limits, hash_root=header.hash_root, cost=cost, on_disk=header.on_disk)
+    return Recorder(scheduler, sink, hash_root=header.hash_root)
 
 
 def replay(path: Path) -> int:

@@ -45,6 +45,7 @@ class Modelled:
     """A machine that takes exactly what a cost model says, and samples the same token again and again."""
 
     TURN_DELAY_NS, TOKEN = 300_000, 0
+    DISK_BYTES_PER_S = 200e6
     FETCH_LATENCY_NS = 5_000_000
 
     def __init__(self, cost: StepCost, *, copy_bytes_per_s: float = 2e9, fetch_bytes_per_s: float = 1e9) -> None:
@@ -64,7 +65,7 @@ class Modelled:
         return done_ns, StepResult(plan.step, tokens, busy_ns=busy_ns, latency_ns=done_ns - now_ns)
 
     def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
-        busy_ns = int(num_bytes / self._copy_bytes_per_s * 1e9)
+        busy_ns = int(num_bytes / (self.DISK_BYTES_PER_S if op.disk else self._copy_bytes_per_s) * 1e9)
         return max(now_ns, free_ns) + busy_ns, Copied(op.number, busy_ns)
 
     def fetch(self, fetch: Fetch, num_bytes: int, now_ns: int) -> tuple[int, Brought]:
@@ -150,6 +151,7 @@ class Replica:
         brought, self._brought = self._brought, []
         leases, self._leases = self._leases, []
         if copied:
+            copied.sort()
             self._num_moving -= len(copied)
             self._take(self._planner.copied(copied, now_ns))
         if brought:
@@ -185,10 +187,13 @@ class Replica:
 
     def _start_copy(self, op: KvOp) -> None:
         now_ns = self._agenda.now_ns
-        num_bytes = len(op.device_blocks) * self._planner.limits.block_bytes
-        self._copies_free_ns, copied = self._machine.copy(op, num_bytes, now_ns, self._copies_free_ns)
+        num_bytes = len(op.host_blocks) * self._planner.limits.block_bytes
+        free_ns = now_ns if op.disk else self._copies_free_ns  # moves with the disk keep nobody waiting
+        done_ns, copied = self._machine.copy(op, num_bytes, now_ns, free_ns)
+        if not op.disk:
+            self._copies_free_ns = done_ns
         self._num_moving += 1
-        self._agenda.at(self._copies_free_ns, partial(self._copy_done, copied))
+        self._agenda.at(done_ns, partial(self._copy_done, copied))
 
     def _start_fetch(self, fetch: Fetch) -> None:
         now_ns = self._agenda.now_ns

@@ -2,7 +2,7 @@
 
 It holds prompts and outputs as token ids, which is why it is off by default and its file is mode 0600.
 
-    {"op": "header", ...}                         what a fresh Scheduler needs: limits, key root, costs
+    {"op": "header", ...}                         what a fresh Scheduler needs: limits, key root, costs, what is on disk
     {"op": "submit" | "abort" | "plan" | "apply" | "copied" | "fetched" | "lend" | "unlend",
      "now_ns": ..., its other inputs, what the scheduler answered}
 
@@ -36,6 +36,7 @@ from shoal.core.plan import (
     Copied,
     Ended,
     Event,
+    Held,
     Parked,
     Preempted,
     PromptScored,
@@ -50,7 +51,7 @@ from shoal.core.plan import (
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 
-VERSION = 2
+VERSION = 3
 MAX_BUFFER_BYTES = 16 << 20
 FLUSH_S = 0.2
 CLOSE_S = 2.0  # longest wait for the last lines
@@ -68,6 +69,7 @@ class Header(_Line, frozen=True, tag="header"):
     limits: Limits
     hash_root: bytes
     coefficients: tuple[float, ...]  # of core.stepcost at the start
+    on_disk: tuple[Held, ...] = ()  # at the start
 
 
 class Submitted(_Line, frozen=True, tag="submit"):
@@ -159,7 +161,7 @@ class Recorder:
         assert view.step == view.num_waiting == 0, "the journal must see a scheduler's whole life"
         self._scheduler = scheduler
         self._sink = sink
-        self._write(Header(VERSION, scheduler.limits, hash_root, scheduler.cost.coefficients))
+        self._write(Header(VERSION, scheduler.limits, hash_root, scheduler.cost.coefficients, scheduler.on_disk))
 
     @property
     def limits(self) -> Limits:

@@ -9,7 +9,7 @@ Every block is in exactly one of three states, at all times:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import islice
 
@@ -22,11 +22,11 @@ class HostEntry:
 
     __slots__ = ("block", "check", "key", "num_readers", "parent", "tokens")
 
-    def __init__(self, entry: Entry, block: int) -> None:
-        self.key = entry.key
-        self.parent = entry.parent.key if isinstance(entry.parent, Entry) else b""
-        self.tokens = entry.tokens
-        self.check = entry.check
+    def __init__(self, key: bytes, parent: bytes, tokens: tuple[int, ...], check: int, block: int) -> None:
+        self.key = key
+        self.parent = parent  # key of the block before; empty for a prompt's first
+        self.tokens = tokens
+        self.check = check
         self.block = block
         self.num_readers = 0  # copies in flight that read it
 
@@ -42,6 +42,7 @@ class HostTier:
         self._num_used = 0
         self._cached: OrderedDict[bytes, HostEntry] = OrderedDict()  # by key, next to go first; a prefix from its end
         self._num_read = 0  # of them, those with readers
+        self.fresh: deque[HostEntry] | None = None  # cached since somebody looked; None: nobody looks
 
     @property
     def num_cached(self) -> int:
@@ -76,13 +77,20 @@ class HostTier:
 
     def store(self, entry: Entry, block: int) -> None:
         """An owned block holds a copy of the entry's from now on, and is cached."""
+        parent = entry.parent.key if isinstance(entry.parent, Entry) else b""
+        kept = HostEntry(entry.key, parent, entry.tokens, entry.check, block)
+        if self.keep(kept) and self.fresh is not None:
+            self.fresh.append(kept)
+
+    def keep(self, entry: HostEntry) -> bool:
+        """Its block was owned, and is cached from now on. False: there is one of that key, so it is free."""
         if entry.key in self._cached:
-            self._free.append(block)
-            return
-        self._cached[entry.key] = HostEntry(entry, block)
+            self._free.append(entry.block)
+            return False
+        self._cached[entry.key] = entry
         if self._index.news is not None:
-            parent = entry.parent.key if isinstance(entry.parent, Entry) else b""
-            self._index.news.append((entry.key, parent, HOST, True))
+            self._index.news.append((entry.key, entry.parent, HOST, True))
+        return True
 
     def forget(self, entry: HostEntry) -> None:
         """Nobody reads it."""

@@ -1,4 +1,5 @@
 """Carries out the copies of plans (KvOp) on one thread beside the steps, one after the other in their order.
+Those with the disk are handed on to it (storage.py), and done whenever they are.
 
 A copy goes in pieces, each one call that holds no lock of Python's and keeps one core busy at most; where a rate is
 given, the thread sleeps between pieces, so that computing is not short of memory bandwidth.
@@ -31,12 +32,21 @@ class Host(Protocol):
     def copy(self, *, out: bool, device_block: int, host_block: int, count: int) -> list[int]: ...
 
 
+class Disk(Protocol):
+    """transfer.storage.Storage"""
+
+    def start(self, op: KvOp, tell: Tell) -> None: ...
+
+    def close(self, limit_s: float) -> None: ...
+
+
 class Copier:
     """Implements the Copier protocol of loop.py. Its thread begins with the first copy and ends with `close`."""
 
-    def __init__(self, host: Host, *, max_bytes_per_s: int = 0) -> None:
+    def __init__(self, host: Host, *, max_bytes_per_s: int = 0, disk: Disk | None = None) -> None:
         """`max_bytes_per_s`: 0 is as fast as it goes."""
         self._host = host
+        self._disk = disk
         self._max_bytes_per_s = max_bytes_per_s
         self._ops: queue.SimpleQueue[tuple[KvOp, Tell] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -51,12 +61,14 @@ class Copier:
 
     def close(self, limit_s: float) -> bool:
         """Gives up what is not done. False: the piece under way did not end within the limit."""
+        end_s = time.monotonic() + limit_s
         self._closing.set()
         self._ops.put(None)
-        if self._thread is None:
-            return True
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        if self._disk is not None:
+            self._disk.close(max(0.0, end_s - time.monotonic()))
+        return self._thread is None or not self._thread.is_alive()
 
     def measure(self) -> float:
         """Bytes per second of copies such as plans ask for. Leaves the device's blocks as they are.
@@ -79,6 +91,10 @@ class Copier:
     def _run(self) -> None:
         while (asked := self._ops.get()) is not None:
             op, tell = asked
+            if op.disk:
+                assert self._disk is not None, "a disk was planned with, but there is none"
+                self._disk.start(op, tell)
+                continue
             try:
                 busy_ns, bad = self._copy(op)
             except Exception as error:

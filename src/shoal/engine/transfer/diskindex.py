@@ -9,15 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from typing import NamedTuple
 
-
-class Held(NamedTuple):
-    """A block as whoever looks for it knows it: its key alone proves nothing, keys may collide."""
-
-    key: bytes
-    parent: bytes  # key of the block before, or of the scope
-    tokens: tuple[int, ...]
+from shoal.core.plan import Held
 
 
 class Entry:

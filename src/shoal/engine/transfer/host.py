@@ -5,6 +5,9 @@ Shape letters: N layers, B blocks of the store, H blocks of the host tier, X byt
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shoal.engine.device import Device
 from shoal.engine.kvstore import KVStore
 from shoal.engine.transfer.digest import digest
@@ -41,3 +44,17 @@ class HostBlocks:
         self._copy(device_NcX, host_NcX)
         kept = self._digests[host_block : host_block + count]
         return [place for place, pair in enumerate(zip(digests, kept, strict=True)) if pair[0] != pair[1]]
+
+    # -- blocks whose other end is not the device ----------------------------------------------------------------------
+
+    def block(self, host_block: int) -> NDArray[np.uint8]:
+        """Its bytes [N·X], the wire form: to read from, or to write to and call `filled`."""
+        return self._host_HNX[host_block].numpy().reshape(-1)
+
+    def is_sound(self, host_block: int) -> bool:
+        """Its bytes are those that were copied to it."""
+        return digest(self.block(host_block)) == self._digests[host_block]
+
+    def filled(self, host_block: int) -> None:
+        """With bytes that were checked on arrival."""
+        self._digests[host_block] = digest(self.block(host_block))
