@@ -23,6 +23,7 @@ class Known:
         self.tokens: list[int] = []
         self.names: list[int] = [hash(scope)]  # names[i]: of the first i tokens
         self.sampled_by = -1  # newest step that sampled for it
+        self.end = 0  # of its newest slice
         for token in admit.tokens:
             self.push(token)
 
@@ -207,6 +208,9 @@ class BlockRunner:
             block = known.table[position // self.size]
             self.slots[block, position % self.size] = known.names[position + 1], step
             self.written[block] = step
+        if known.scores and 0 < part.start < known.num_prompt:
+            assert known.end == part.start, f"{part.id}: nothing scores position {part.start}"
+        known.end = end
         if known.scores and part.start < known.num_prompt:
             scored = range(max(part.start, 1), min(end, known.num_prompt))
             result.prompt_logprobs[part.id] = [Logprobs(-float(known.tokens[place]), ()) for place in scored]
