@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,7 +26,7 @@ from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from shoal.engine.config import EngineConfig
 from shoal.engine.loop import Runner, StepLoop, Turn
-from shoal.engine.transfer.copier import Copier
+from shoal.engine.transfer.copier import Copier, Tell
 from shoal.sim.agreement import agree
 from shoal.sim.replay import Divergence, replay
 from shoal.telemetry import journal
@@ -104,10 +105,12 @@ class Client:
         num_requests: int,
         num_open: int = 6,
         copier: Copier | None = None,
+        make: Callable[[Random, int], list[RequestSpec]] = choices,
         **changes: Any,
     ) -> None:
         self.rng = Random(seed)
         self.num_open = num_open
+        self.make = make
         self.open: set[str] = set()
         self.failed: list[BaseException] = []
         self.wanted = threading.Semaphore(0)  # requests to send
@@ -133,9 +136,10 @@ class Client:
         thread.join(WAIT_S)
         scheduler.check()
         recorder.close()
+        self.view = scheduler.view()
 
     def send(self, number: int) -> None:
-        specs = choices(Random(f"{number}/{self.num_open}"), number)
+        specs = self.make(Random(f"{number}/{self.num_open}"), number)
         self.open.update(spec.id for spec in specs)
         self.loop.submit(1, specs)
 
@@ -189,6 +193,67 @@ def test_a_real_loop_that_parks_is_replayed_and_simulated_exactly(
     seen = kinds(path)
     assert seen["parked"] > 5 and seen["resumed"] > 5
     assert sum(isinstance(record, CopiesDone) for _, record in journal.read(path)) > 10
+    assert replay(path) == sum(1 for _ in journal.read(path))
+    assert agree(path) > 200
+
+
+def conversations(rng: Random, number: int) -> list[RequestSpec]:
+    """One of six beginnings of five blocks, and something new: more than the device holds, or a small host tier."""
+    beginning = rng.randrange(6)
+    prompt = (*range(80 * beginning % 90, 80 * beginning % 90 + 80), beginning, *rng.choices(range(VOCAB), k=20))
+    return [RequestSpec(id=f"{number:04d}.0", prompt=prompt, max_tokens=rng.randrange(2, 30))]
+
+
+class EmptyDisk:
+    """A disk tier without bytes: some blocks are not there, others are given up later, and all take their time."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = Random(seed)
+        self._written: dict[bytes, None] = {}
+        self._timers: list[threading.Timer] = []
+
+    def start(self, op: KvOp, tell: Tell) -> None:
+        bad = [place for place in range(len(op.disk)) if self._chance.random() < 0.1]
+        self._written.update(dict.fromkeys([held.key for held in op.disk if op.out]))
+        dropped = ()
+        if self._chance.random() < 0.1:
+            dropped = (self._chance.choice(list(self._written)),)
+        copied = Copied(op.number, 100_000, tuple(bad), dropped)
+        self._timers.append(threading.Timer(self._chance.random() * 0.003, tell, [copied]))
+        self._timers[-1].start()
+
+    def close(self, limit_s: float) -> None:
+        for timer in self._timers:
+            timer.cancel()
+            timer.join(limit_s)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_real_loop_that_brings_prefixes_back_is_replayed_and_simulated_exactly(
+    tmp_path: Path, in_flight: int, disk: bool
+) -> None:
+    """Beginnings leave the device and come back from the host tier, with a disk tier also from there. A step takes a
+    while for each token, so that copying pays."""
+    path = tmp_path / "journal"
+    script = Script(step_ms=0.2, prefill_ms_per_token=0.05, steps_in_flight=in_flight)
+    copier = Copier(EmptyHost(24), max_bytes_per_s=20_000_000, disk=EmptyDisk(in_flight) if disk else None)
+    client = Client(
+        ScriptedRunner(script),
+        in_flight,
+        path,
+        seed=in_flight,
+        num_requests=80,
+        num_open=3,
+        copier=copier,
+        make=conversations,
+        num_blocks=24,
+        block_bytes=1000,
+        num_host_blocks=20 if disk else 40,
+        disk_bytes_per_s=1e9 if disk else 0.0,
+    )
+    view = client.view
+    assert view.host_hits > 200 and (view.disk_hits > 60) == disk, view
     assert replay(path) == sum(1 for _ in journal.read(path))
     assert agree(path) > 200
 
