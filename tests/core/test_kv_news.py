@@ -15,7 +15,8 @@ def test_the_news_say_what_the_index_holds_and_a_block_after_the_one_before_it(s
     assert world.scheduler.kv_news() == []
     held: dict[bytes, bytes] = {}
     num_dropped = 0
-    turns = [world.plan] * 6 + [world.apply] * 5 + [world.copy] * 2 + [world.submit] * 2 + [world.abort]
+    copies = [world.copy, world.copy, world.move]
+    turns = [world.plan] * 6 + [world.apply] * 5 + copies + [world.submit] * 2 + [world.abort]
     while world.scheduler.view().step < 150:
         world.chance.choice(turns)()
         for key, parent, tier, stored in world.scheduler.kv_news():

@@ -133,7 +133,8 @@ def test_with_a_hash_of_two_bits_requests_still_come_to_what_they_must(
 ) -> None:
     monkeypatch.setattr(prefix, "block_key", lambda parent, tokens: bytes([(parent[0] + sum(tokens)) % 4]))
     world = World(seed)
-    turns = [world.plan] * 6 + [world.apply] * 5 + [world.submit] * 2 + [world.abort]
+    copies = [world.copy, world.copy, world.move]
+    turns = [world.plan] * 6 + [world.apply] * 5 + copies + [world.submit] * 2 + [world.abort]
     while world.scheduler.view().step < 100:
         world.chance.choice(turns)()
         world.scheduler.check()
