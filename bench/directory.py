@@ -17,9 +17,10 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from common import Report, arguments
+from shoal.core.kv.hashing import NO_KEY
 from shoal.core.kv.news import DEVICE, HOST
 from shoal.engine.holdings import Holdings
-from shoal.fleet.directory import MAX_ENTRIES, NO_KEY, Directory
+from shoal.fleet.directory import MAX_ENTRIES, Directory
 from shoal.fleet.holders import MAX_SETS
 from shoal.workload.latency import percentile
 

@@ -21,11 +21,11 @@ from shoal.engine.config import EngineConfig
 from shoal.engine.device import choose
 from shoal.engine.kvstore import KVStore
 from shoal.engine.loop import StepLoop, Turn
-from shoal.engine.model.config import ModelConfig, Rope
 from shoal.engine.runner import Runner
 from shoal.engine.transfer.copier import Copier
 from shoal.engine.transfer.host import HostBlocks
 from tests.support.drive import Outcome, make_scheduler, run_requests
+from tests.support.kvstore import random_store
 
 pytestmark = pytest.mark.torch
 
@@ -40,24 +40,7 @@ PROMPT = tuple((29 * place + 3) % 269 for place in range(40))
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def store(request: pytest.FixtureRequest) -> KVStore:
-    """Of 3 layers and 12 blocks, full of random bytes."""
-    config = ModelConfig(
-        architecture="",
-        vocab_size=1,
-        hidden_size=1,
-        intermediate_size=1,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        norm_eps=1e-5,
-        rope=Rope(theta=5000.0),
-        max_context=4096,
-        tied=True,
-    )
-    store = KVStore(config, choose(EngineConfig(dtype=request.param, threads=1)), 12, 16)
-    store.bytes_NBX.random_(0, 256, generator=torch.Generator().manual_seed(1))
-    return store
+    return random_store(request.param)
 
 
 def copy(host: HostBlocks, *ops: KvOp) -> None:

@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from shoal.core.kv.hashing import block_key
+from shoal.core.kv.hashing import NO_KEY, block_key
 from shoal.core.kv.news import DEVICE, DISK, HOST
 from shoal.fleet import holders as sets
-from shoal.fleet.directory import NO_KEY, Directory, Held
+from shoal.fleet.directory import Directory, Held
 
 REPLICAS = ("a", "b", "c")
 

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.core.kv.hashing import chain, root_key, scope_key
+from shoal.core.kv.hashing import NO_KEY, chain, root_key, scope_key
 from shoal.core.kv.news import DEVICE, HOST
 from shoal.core.request import Peer
-from shoal.fleet.directory import NO_KEY
 from shoal.fleet.scorers import Errand
 from shoal.gateway.link import Identity
 from shoal.gateway.replicas import Place, Replicas

@@ -55,10 +55,7 @@ class Fetching:
 
     def is_coming(self, request: Request) -> bool:
         """Whether the next block of its prefix is on its way for somebody else."""
-        if not self._coming:
-            return False
-        place, keys = len(request.chain.matched), request.chain.keys
-        return place < len(keys) and keys[place] in self._coming
+        return bool(self._coming) and request.chain.next_key in self._coming
 
     def find(self, request: Request, num_in_host: int, now_ns: int) -> int:
         """How many blocks its peer should bring; 0: without it is sooner done. `chain.matched` is up to date;

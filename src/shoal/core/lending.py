@@ -27,7 +27,7 @@ class Lending:
             if entry is None or (found and entry.parent is not found[-1]):
                 break
             found.append(entry)
-        before = _before(found[0]) if found else []
+        before = found[0].path()[:-1] if found else []
         room = self._most - sum(map(len, self._leases.values())) - len(before)
         found = found[: max(0, room)]
         # Whoever holds a block holds those before it too: of a prefix, its end is given up first.
@@ -52,12 +52,3 @@ class Lending:
 
     def device_tables(self) -> list[list[int]]:
         return list(self._leases.values())
-
-
-def _before(entry: Entry) -> list[Entry]:
-    path: list[Entry] = []
-    parent = entry.parent
-    while isinstance(parent, Entry):
-        path.append(parent)
-        parent = parent.parent
-    return path[::-1]

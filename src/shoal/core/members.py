@@ -8,9 +8,11 @@ waiting line ──enter──► running ──preempt──► waiting line   
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from shoal.core.fetching import Fetching
+from shoal.core.kv.host import HostEntry
 from shoal.core.lending import Lending
 from shoal.core.lengths import Lengths
 from shoal.core.limits import Limits
@@ -35,6 +37,13 @@ from shoal.core.stepcost import StepCost
 from shoal.core.storing import Storing
 from shoal.core.tables import BlockTables
 from shoal.core.waiting import Line
+
+
+class Source(NamedTuple):
+    """Of the KV of one that waits; neither of both: its own, which is parked."""
+
+    shared: Sequence[HostEntry] = ()  # prefix blocks in the host tier
+    num_fetched: int = 0  # blocks that a peer brings; then no others
 
 
 class Members:
@@ -122,26 +131,25 @@ class Members:
             request.cached_tokens = min(request.computed, request.num_prompt)
             self.prompt_tokens += request.num_prompt
 
-    def must_copy(self, request: Request) -> bool:
-        """Whether KV comes from the host tier or another engine before it can enter. `chain.matched` is up to date."""
+    def source(self, request: Request) -> Source | None:
+        """From where KV comes before it can enter; None: from nowhere, it can enter now. `chain.matched` is up to
+        date."""
         if self.parking.must_copy(request):
-            return True
+            return Source()
         shared = self.sharing.find(request)
-        return bool(shared) or self.fetching.find(request, 0, self.now_ns) > 0
+        num_fetched = self.fetching.find(request, len(shared), self.now_ns)
+        return Source(shared, num_fetched) if shared or num_fetched else None
 
-    def bring(self, request: Request) -> None:
+    def bring(self, request: Request, source: Source) -> None:
         """One that waits gets its blocks, and its KV is copied into those that the prefix index does not have, or
         fetched."""
-        parked = self.parking.must_copy(request)
-        shared = [] if parked else self.sharing.find(request)
-        num_fetched = 0 if parked else self.fetching.find(request, len(shared), self.now_ns)
         self.line.remove(request)
         self.tables.enter(request)
-        if num_fetched:
-            self.fetches.append(self.fetching.bring(request, num_fetched))
-        elif shared:
+        if source.num_fetched:
+            self.fetches.append(self.fetching.bring(request, source.num_fetched))
+        elif source.shared:
             self.parking.drop(request)
-            self.ops.append(self.sharing.bring(request, shared))
+            self.ops.append(self.sharing.bring(request, source.shared))
             self.recomputed_tokens += max(0, request.lost - request.kept)
         else:
             self.ops.append(self.parking.bring(request))

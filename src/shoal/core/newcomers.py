@@ -44,12 +44,12 @@ def newcomers(members: Members, line: Iterable[Request], hurry: Hurry, weighs: b
             if not weighs or (ready and request.started):
                 break  # nobody overtakes it
             waits = [request, *waits][:MAX_CANDIDATES]
-        elif not members.must_copy(request):
+        elif (source := members.source(request)) is None:
             found.append((request, blocks))
             first = min(first, request.urgency)
             slots, left = slots - 1, left - blocks
         elif slots > 0 and blocks <= left:
-            members.bring(request)
+            members.bring(request, source)
             slots, left = slots - 1, left - blocks
             num_slots, num_blocks = num_slots - 1, num_blocks - blocks
     return found

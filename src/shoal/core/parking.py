@@ -34,7 +34,7 @@ class Copy:
     held: list[int]  # device blocks that stay as they are until it is done
     request: Request | None = None  # whose KV moves
     spilled: list[Entry] = field(default_factory=list)  # prefix blocks that go to the host
-    read: list[HostEntry] = field(default_factory=list)  # prefix blocks that come from there
+    read: Sequence[HostEntry] = ()  # prefix blocks that come from there
 
 
 class Parking:
@@ -68,7 +68,7 @@ class Parking:
             return False  # a chunk's last logits score the next one's first token, and the runner would forget them
         if self._limits.preemption != "auto":
             return self._limits.preemption == "swap"
-        ahead = sum([len(copy.op.device_blocks) for copy in self._copies]) + sum(map(self._num_blocks, self._leaving))
+        ahead = self._num_copying + sum(map(self._num_blocks, self._leaving))
         # While blocks are left nobody waits for the copies out: the victim stays away while a step serves whom it makes
         # way for, and the longest one stands for that. Only what the copies out take beyond it delays the copy back.
         away_ns = self._limits.max_step_ns if self._tables.pool.num_available >= num_blocks else 0
@@ -78,8 +78,12 @@ class Parking:
 
     def read_ns(self, num_blocks: int) -> float:
         """Until so many blocks are back, behind the copies that wait."""
-        ahead = sum([len(copy.op.device_blocks) for copy in self._copies])
-        return (ahead + num_blocks) * self._limits.block_bytes * self._ns_per_byte
+        return (self._num_copying + num_blocks) * self._limits.block_bytes * self._ns_per_byte
+
+    @property
+    def _num_copying(self) -> int:
+        """Blocks."""
+        return sum([len(copy.op.device_blocks) for copy in self._copies])
 
     def recompute_ns(self, tokens: int, start: int = 0) -> int:
         """Of so many tokens from position `start` on, in steps of their own, as long as they may be."""
@@ -213,11 +217,11 @@ class Parking:
         *,
         request: Request | None = None,
         spilled: list[Entry] | None = None,
-        read: list[HostEntry] | None = None,
+        read: Sequence[HostEntry] = (),
     ) -> KvOp:
         """A copy from now on in flight, until `done`."""
         op = KvOp(self.new_number(), request.id if request is not None else "", out, tuple(device), tuple(host))
-        self._copies.append(Copy(op, held, request, spilled or [], read or []))
+        self._copies.append(Copy(op, held, request, spilled or [], read))
         return op
 
     def new_number(self) -> int:

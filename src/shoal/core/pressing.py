@@ -86,8 +86,9 @@ def _serve_running(members: Members, request: Request, part: Part) -> bool:
 def _serve_waiting(members: Members, request: Request, part: Part) -> bool:
     if members.free_slots < 1 or members.tables.blocks_to_enter(request) > members.tables.pool.num_available:
         return False
-    if members.must_copy(request):
-        members.bring(request)
+    source = members.source(request)
+    if source is not None:
+        members.bring(request, source)
         return True
     start = len(request.chain.matched) * members.limits.block_tokens
     count = part.room.chunk(start, request.known - start, part.room.max_ns)

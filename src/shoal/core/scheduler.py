@@ -234,7 +234,7 @@ class Scheduler:
             num_slots, num_blocks = num_slots - 1, num_blocks - pressure.blocks_for(members, request)
             if num_slots < 0 or num_blocks < 0:
                 break
-            if not members.must_copy(request):
+            if members.source(request) is None:
                 start = len(request.chain.matched) * self.limits.block_tokens
                 found.append((request, start, request.known - start))
         return found

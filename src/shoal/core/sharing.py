@@ -9,9 +9,10 @@ So what the device gives up is in the host tier already, and giving it up never 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from shoal.core.kv.host import HostEntry
-from shoal.core.kv.prefix import Entry, check
+from shoal.core.kv.prefix import Entry
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import KvOp
@@ -43,7 +44,7 @@ class Sharing:
     def start_spilling(self) -> list[KvOp]:
         """At most one copy, and none before those of requests."""
         while self._tails and not self._parking.busy:
-            path = _live_path(self._tails[0])
+            path = [entry for entry in self._tails[0].path() if entry.live]
             self._host.used([entry.key for entry in reversed(path)])
             missing = [place for place, entry in enumerate(path) if self._host.find(entry.key) is None]
             if not missing or not self._pays(missing[0], len(missing)):
@@ -67,34 +68,25 @@ class Sharing:
 
     def is_coming(self, request: Request) -> bool:
         """Whether the next block of its prefix is on its way back for somebody else."""
-        if not self._coming:
-            return False
-        place = len(request.chain.matched)
-        keys = request.chain.keys
-        return place < len(keys) and keys[place] in self._coming
+        return bool(self._coming) and request.chain.next_key in self._coming
 
     def find(self, request: Request) -> list[HostEntry]:
         """The blocks with which its prefix goes on in the host tier, if bringing them pays. `chain.matched` is up to
         date."""
         if not self._enabled or not self._host.num_cached or request.spec.sampling.prompt_logprobs is not None:
             return []
-        chain, tokens, size = request.chain, request.tokens, self._size
-        first = len(chain.matched)
-        parent: int | bytes = chain.matched[-1].check if first else chain.scope
         found: list[HostEntry] = []
-        for index in range(first, (request.known - 1) // size):
-            block_tokens = tuple(tokens[index * size : (index + 1) * size])
-            entry = self._host.find(chain.key(index, block_tokens))
+        for _, key, _, check in request.chain.beyond(request.tokens, self._size, (request.known - 1) // self._size):
+            entry = self._host.find(key)
             if entry is None:
                 break
-            parent = check(parent, block_tokens)
-            if entry.check != parent:
+            if entry.check != check:
                 self._tables.index.collisions += 1
                 break
             found.append(entry)
-        return found if found and self._pays(first, len(found)) else []
+        return found if found and self._pays(len(request.chain.matched), len(found)) else []
 
-    def bring(self, request: Request, entries: list[HostEntry]) -> KvOp:
+    def bring(self, request: Request, entries: Sequence[HostEntry]) -> KvOp:
         """Into the table that it has just got."""
         first = request.computed // self._size
         self._host.hold(entries)
@@ -110,13 +102,3 @@ class Sharing:
         """A copy for it is done."""
         if self._coming:
             self._coming.difference_update(request.chain.keys)
-
-
-def _live_path(tail: Entry) -> list[Entry]:
-    """The entries of a prefix that are still there, from its start."""
-    path: list[Entry] = []
-    entry: Entry | bytes = tail
-    while isinstance(entry, Entry):
-        path.append(entry)
-        entry = entry.parent
-    return [each for each in reversed(path) if each.live]

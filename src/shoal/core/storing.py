@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shoal.core.kv.hashing import KEY_BYTES
+from shoal.core.kv.hashing import NO_KEY
 from shoal.core.kv.host import HostEntry
 from shoal.core.kv.news import DISK
-from shoal.core.kv.prefix import check
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import Copied, Held, KvOp
@@ -29,7 +28,6 @@ MAX_READ_BLOCKS = 128  # in all moves under way
 MAX_FRESH = 4096  # blocks that wait to be written
 _LEARNED = 0.2  # weight of the newest read in the rate
 _FORGOTTEN = 0.05  # of what was learned, each time that it keeps a read from being tried
-NO_KEY = bytes(KEY_BYTES)  # as the parent of a prompt's first block
 
 
 @dataclass(slots=True)
@@ -131,17 +129,13 @@ class Storing:
     def _find(self, request: Request) -> tuple[int, list[HostEntry], list[Move]]:
         """Of its prefix beyond the device: the blocks that only the disk has, the place of the first one, and the moves
         that bring others."""
-        chain, tokens, size = request.chain, request.tokens, self._size
-        start = len(chain.matched)
-        parent: int | bytes = chain.matched[-1].check if start else chain.scope
-        first, found, moves, passed = start, list[HostEntry](), list[Move](), list[bytes]()
-        for index in range(start, (request.known - 1) // size):
-            block_tokens = tuple(tokens[index * size : (index + 1) * size])
-            key = chain.key(index, block_tokens)
-            parent = check(parent, block_tokens)
+        chain = request.chain
+        first, found, moves, passed = len(chain.matched), list[HostEntry](), list[Move](), list[bytes]()
+        end = (request.known - 1) // self._size
+        for index, key, block_tokens, check in chain.beyond(request.tokens, self._size, end):
             cached, move, held = self._host.find(key), self._coming.get(key), self._held.get(key)
             if cached is not None:
-                if cached.check != parent:
+                if cached.check != check:
                     break  # sharing.py counts it
             elif move is not None:
                 moves += [] if move in moves else [move]
@@ -151,7 +145,7 @@ class Storing:
                     self._tables.index.collisions += 1
                     break
                 first = first if found else index
-                found.append(HostEntry(key, before, block_tokens, parent, -1))
+                found.append(HostEntry(key, before, block_tokens, check, -1))
             else:
                 break
             passed.append(key)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.core.kv.hashing import KEY_BYTES
+from shoal.core.kv.hashing import KEY_BYTES, NO_KEY
 from shoal.core.kv.news import KvEvent
 from shoal.wire.messages import KvNews
 
 PIECE_BLOCKS = (64 << 10) // (2 * KEY_BYTES + 1) - 32  # with what else is in a frame, below 64 KB
 MAX_WAITING = 50_000  # changed blocks that a gateway has not heard of, beyond which it is told everything anew
-_NO_KEY = bytes(KEY_BYTES)
 
 
 class Holdings:
@@ -36,7 +35,7 @@ class Holdings:
             tiers = 0 if before is None else before[1]
             tiers = tiers | tier if stored else tiers & ~tier
             if tiers:
-                held[key] = (before[0] if before is not None else parent or _NO_KEY, tiers)
+                held[key] = (before[0] if before is not None else parent or NO_KEY, tiers)
             elif before is not None:
                 del held[key]
             changes.append((key, before is None))
@@ -109,7 +108,7 @@ class Feed:
             for key in keys:
                 del self._changed[key]
         self._begun = True
-        gone = (_NO_KEY, 0)
+        gone = (NO_KEY, 0)
         states = [self._held.get(key, gone) for key in keys]
         news = KvNews(
             self._number,

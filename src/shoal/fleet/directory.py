@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from struct import unpack
 from typing import NamedTuple
 
-from shoal.core.kv.hashing import KEY_BYTES
+from shoal.core.kv.hashing import KEY_BYTES, NO_KEY
 from shoal.core.kv.news import DEVICE, TIERS
 from shoal.fleet.holders import NOBODY, SET_BYTES, HolderSets, Masks
 
 MAX_ENTRIES = 2_000_000
-NO_KEY = bytes(KEY_BYTES)  # as parent of a prompt's first block
 _LOOKS = 256  # leaves and others that the hand looks at for one new entry
 _RUN = 4096  # the hand goes through so many neighbours from the last to the first: prefixes lie there in order
 

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from struct import Struct, pack
 
 KEY_BYTES = 16
+NO_KEY = bytes(KEY_BYTES)  # as the key of the block before a prompt's first, where a key must stand
 _SCHEMA = 1
 
 Media = tuple[tuple[str, int], ...]  # (digest of the item, offset of the block's first token in it)

@@ -29,6 +29,15 @@ class Entry:
         self.check = check(parent, tokens)
         self.live = True  # False once the block was given to someone else
 
+    def path(self) -> list[Entry]:
+        """The entries of its prefix, from the first to this one, whether or not they are live."""
+        path: list[Entry] = []
+        entry: Entry | bytes = self
+        while isinstance(entry, Entry):
+            path.append(entry)
+            entry = entry.parent
+        return path[::-1]
+
 
 def check(parent: Entry | bytes | int, tokens: tuple[int, ...]) -> int:
     """A second digest of a whole prefix, beside its key: it tells prefixes apart whose keys collide where the entries
@@ -55,6 +64,22 @@ class Chain:
         if index == len(keys):
             keys.append(block_key(keys[-1] if keys else self.scope, tokens))
         return keys[index]
+
+    @property
+    def next_key(self) -> bytes | None:
+        """Of the block behind those that are matched, where it is known."""
+        place = len(self.matched)
+        return self.keys[place] if place < len(self.keys) else None
+
+    def beyond(
+        self, tokens: list[int], block_tokens: int, end: int
+    ) -> Iterator[tuple[int, bytes, tuple[int, ...], int]]:
+        """Index, key, token ids and check of the blocks behind those that are matched, up to block `end`."""
+        parent: int | bytes = self.matched[-1].check if self.matched else self.scope
+        for index in range(len(self.matched), end):
+            ids = tuple(tokens[index * block_tokens : (index + 1) * block_tokens])
+            parent = check(parent, ids)
+            yield index, self.key(index, ids), ids, parent
 
     def adopt(self, entries: list[Entry]) -> None:
         """The request starts with the blocks of these hits."""

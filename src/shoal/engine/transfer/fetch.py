@@ -24,6 +24,7 @@ from shoal.wire.messages import Ask, Declined, KeepAlive, Message, Offer, Piece,
 
 MAX_FETCHES = 4  # at one time; others wait, and their limit runs. Each has a thread and a window
 RENEW_S = 1.0
+TOO_LATE = "it took longer than its limit"
 
 log = logging.getLogger("shoal.engine")
 
@@ -129,7 +130,7 @@ class Fetcher:
                     connection.send(Release(num_good=arrival.num_good))
                     connection.close()
         except TimeoutError:
-            arrival.give_up("it took longer than its limit")
+            arrival.give_up(TOO_LATE)
         except (_Ended, ConnectionClosed, OSError, ValueError) as e:
             arrival.give_up(str(e) or type(e).__name__)
         except Exception as e:

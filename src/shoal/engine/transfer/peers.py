@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shoal.core.plan import Brought, Fetch
-from shoal.engine.transfer.fetch import Fetched, Fetcher, Order
+from shoal.engine.transfer.fetch import TOO_LATE, Fetched, Fetcher, Order
 from shoal.engine.transfer.lend import Lender
 from shoal.engine.transfer.shm import Shm
 from shoal.engine.transfer.tcp import Tcp
@@ -112,7 +112,7 @@ class Peers:
         self.fetched_blocks += fetched.num_good
         self.fetched_bytes += fetched.num_bytes
         if fetched.why:
-            late = "longer than its limit" in fetched.why
+            late = fetched.why == TOO_LATE
             self.failed["corrupt" if fetched.corrupt else "late" if late else "lost"] += 1
 
     async def close(self, limit_s: float) -> bool:
