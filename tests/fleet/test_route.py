@@ -103,6 +103,18 @@ def test_of_many_those_that_hold_most_and_a_sample_of_the_others_are_looked_at()
     assert chances[0] == chances[1] != chances[2]
 
 
+def test_replicas_whose_costs_differ_by_noise_share_what_comes() -> None:
+    slower = tuple(1.2 * cost for cost in COSTS)
+    errand = Errand(block_tokens=16, prompt_tokens=8)
+    sent = {"a": 0, "b": 0}
+    for _ in range(16):
+        views = [view("a", costs=slower, num_unreported=sent["a"]), view("b", num_unreported=sent["b"])]
+        found = pick(errand, views, {}, never)
+        assert found is not None
+        sent[found.name] += 1
+    assert sent == {"a": 8, "b": 8}
+
+
 def test_what_is_expected_is_the_time_of_the_steps_to_come() -> None:
     replica = view(
         "a", num_running=3, num_waiting=1, waiting_tokens=600, context_tokens=5000, costs=(7e6, 2e4, 5, 3e4, 9)

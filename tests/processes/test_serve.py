@@ -20,7 +20,7 @@ def test_two_replicas_both_take_work_and_an_orderly_end_leaves_nothing_behind(mo
         assert states(service) == ["serving", "serving"]
 
         async def work() -> list[int]:
-            return await asyncio.gather(*(complete(service.url, model.name) for _ in range(96)))
+            return await asyncio.gather(*(complete(service.url, model.name) for _ in range(16)))
 
         assert set(asyncio.run(work())) == {200}
         wait_until(lambda: all(r["view"]["generation_tokens"] > 0 for r in service.status()["replicas"]))

@@ -7,6 +7,9 @@ the table test.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import mul
+from statistics import fmean
 from typing import NamedTuple
 
 from shoal.fleet import scorers
@@ -14,6 +17,8 @@ from shoal.fleet.directory import Held
 from shoal.fleet.scorers import Errand
 from shoal.fleet.view import ReplicaView
 
+ALIKE = 1.25  # costs that are higher by so much may be noise: core.stepcost errs by as much in one step of ten
+TYPICAL = (1, 64, 16_000, 16, 8_000)  # features of the step by which that is judged (core.stepcost)
 MAX_CANDIDATES = 16  # that are scored: half of them for what they hold, the others by chance
 
 Sample = Callable[[Sequence[ReplicaView], int], list[ReplicaView]]  # random.Random.sample
@@ -45,7 +50,7 @@ def pick(errand: Errand, replicas: Iterable[ReplicaView], held: Mapping[str, Hel
     """
     ready = [replica for replica in replicas if all(keep(errand, replica) for keep in FILTERS)]
     cached = {name: errand.tokens_of(each.blocks) for name, each in held.items()}
-    candidates = _candidates(ready, cached, sample)
+    candidates = _with_costs_of_their_like(_candidates(ready, cached, sample))
     if not candidates:
         return None
 
@@ -55,6 +60,17 @@ def pick(errand: Errand, replicas: Iterable[ReplicaView], held: Mapping[str, Hel
 
     best = min(candidates, key=scores)
     return Pick(best.name, cached.get(best.name, 0))
+
+
+def _with_costs_of_their_like(replicas: list[ReplicaView]) -> list[ReplicaView]:
+    """Machines that are alike learn costs that are not quite: those near the fastest one's are taken as equal, so that
+    noise does not send all requests to one of them."""
+    if not replicas:
+        return []
+    times = [sum(map(mul, replica.costs, TYPICAL)) for replica in replicas]
+    alike = [number for number, time in enumerate(times) if time <= ALIKE * min(times)]
+    costs = tuple(map(fmean, zip(*(replicas[number].costs for number in alike), strict=True)))
+    return [replace(each, costs=costs) if number in alike else each for number, each in enumerate(replicas)]
 
 
 def _candidates(ready: list[ReplicaView], cached: Mapping[str, int], sample: Sample) -> list[ReplicaView]:
