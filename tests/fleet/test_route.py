@@ -104,7 +104,7 @@ def test_of_many_those_that_hold_most_and_a_sample_of_the_others_are_looked_at()
 
 
 def test_replicas_whose_costs_differ_by_noise_share_what_comes() -> None:
-    slower = tuple(1.2 * cost for cost in COSTS)
+    slower = tuple(2 * cost for cost in COSTS)
     errand = Errand(block_tokens=16, prompt_tokens=8)
     sent = {"a": 0, "b": 0}
     for _ in range(16):

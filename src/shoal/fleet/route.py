@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import mul
-from statistics import fmean
 from typing import NamedTuple
 
 from shoal.fleet import scorers
@@ -17,7 +16,7 @@ from shoal.fleet.directory import Held
 from shoal.fleet.scorers import Errand
 from shoal.fleet.view import ReplicaView
 
-ALIKE = 1.25  # costs that are higher by so much may be noise: core.stepcost errs by as much in one step of ten
+ALIKE = 3.0  # costs that are so much higher may be noise, of a warm-up on a machine that others share
 TYPICAL = (1, 64, 16_000, 16, 8_000)  # features of the step by which that is judged (core.stepcost)
 MAX_CANDIDATES = 16  # that are scored: half of them for what they hold, the others by chance
 
@@ -63,13 +62,14 @@ def pick(errand: Errand, replicas: Iterable[ReplicaView], held: Mapping[str, Hel
 
 
 def _with_costs_of_their_like(replicas: list[ReplicaView]) -> list[ReplicaView]:
-    """Machines that are alike learn costs that are not quite: those near the fastest one's are taken as equal, so that
-    noise does not send all requests to one of them."""
+    """Machines that are alike learn costs that are not quite: those near the fastest one's are taken as equal. Else
+    noise sends all requests to one of them, and the others, which get none, never learn better."""
     if not replicas:
         return []
     times = [sum(map(mul, replica.costs, TYPICAL)) for replica in replicas]
     alike = [number for number, time in enumerate(times) if time <= ALIKE * min(times)]
-    costs = tuple(map(fmean, zip(*(replicas[number].costs for number in alike), strict=True)))
+    columns = zip(*(replicas[number].costs for number in alike), strict=True)
+    costs = tuple(sum(column) / len(alike) for column in columns)
     return [replace(each, costs=costs) if number in alike else each for number, each in enumerate(replicas)]
 
 
