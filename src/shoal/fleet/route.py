@@ -1,5 +1,7 @@
 """Which replica takes a request: filter → candidates → score → pick.
 
+Where replicas have roles, `split.choose` weighs whether one should compute the prompt and another decode it.
+
 To add a criterion, write one function (a score: in scorers.py), put it into `FILTERS` or `SCORES`, and give it a row in
 the table test.
 """
@@ -11,10 +13,10 @@ from dataclasses import replace
 from operator import mul
 from typing import NamedTuple
 
-from shoal.fleet import scorers
+from shoal.fleet import scorers, split
 from shoal.fleet.directory import Held
 from shoal.fleet.scorers import Errand
-from shoal.fleet.view import ReplicaView
+from shoal.fleet.view import ReplicaRole, ReplicaView
 
 ALIKE = 3.0  # costs that are so much higher may be noise, of a warm-up on a machine that others share
 TYPICAL = (1, 64, 16_000, 16, 8_000)  # features of the step by which that is judged (core.stepcost)
@@ -26,6 +28,8 @@ Sample = Callable[[Sequence[ReplicaView], int], list[ReplicaView]]  # random.Ran
 class Pick(NamedTuple):
     name: str
     cached_tokens: int  # of the prompt, that the replica is believed to hold
+    then: str = ""  # who goes on from the first token on; empty: the same
+    reason: split.Reason | None = None  # None: nothing was to be decided, since all replicas do both
 
 
 def is_ready(errand: Errand, replica: ReplicaView) -> bool:
@@ -36,6 +40,7 @@ FILTERS: tuple[Callable[[Errand, ReplicaView], bool], ...] = (is_ready,)
 SCORES: tuple[Callable[[Errand, ReplicaView, int], int], ...] = (
     scorers.failed_before,
     scorers.suspect,
+    scorers.only_decodes,
     scorers.expected_ns,
     scorers.load,
 )  # earlier ones weigh more, low is good
@@ -52,6 +57,11 @@ def pick(errand: Errand, replicas: Iterable[ReplicaView], held: Mapping[str, Hel
     candidates = _with_costs_of_their_like(_candidates(ready, cached, sample))
     if not candidates:
         return None
+    if any(replica.role is not ReplicaRole.BOTH for replica in candidates):
+        sound = [each for each in candidates if not (each.suspect or each.name in errand.avoid)]
+        if sound:
+            way, reason = split.choose(errand, sound, cached)
+            return Pick(way.name, cached.get(way.name, 0), way.then, reason)
 
     def scores(replica: ReplicaView) -> tuple[int | str, ...]:
         cached_tokens = cached.get(replica.name, 0)
@@ -74,6 +84,12 @@ def _with_costs_of_their_like(replicas: list[ReplicaView]) -> list[ReplicaView]:
 
 
 def _candidates(ready: list[ReplicaView], cached: Mapping[str, int], sample: Sample) -> list[ReplicaView]:
+    """Of each role as many as are scored."""
+    groups = [[replica for replica in ready if replica.role is role] for role in ReplicaRole]
+    return [replica for group in groups for replica in _of_one_role(group, cached, sample)]
+
+
+def _of_one_role(ready: list[ReplicaView], cached: Mapping[str, int], sample: Sample) -> list[ReplicaView]:
     if len(ready) <= MAX_CANDIDATES:
         return ready
     ready.sort(key=lambda replica: (-cached.get(replica.name, 0), replica.name))
