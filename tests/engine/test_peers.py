@@ -147,7 +147,7 @@ async def test_without_a_way_in_common_nothing_comes() -> None:
         ({}, {"incarnation": "an earlier one"}, "another one is there"),
         ({"num_layers": NUM_LAYERS * 2}, {}, "laid out in another way"),
         ({}, {"address": "tcp:127.0.0.1:1"}, "Connect call failed"),
-        ({}, {"address": "tcp:192.0.2.1:1"}, "loopback or Unix sockets only"),
+        ({}, {"address": "tcp:192.0.2.1:1"}, "SHOAL_SECRET has 21 bytes"),
         ({}, {"keys": (), "stream": "unknown", "num_blocks": 3}, "declined: there is no such stream"),
     ],
 )

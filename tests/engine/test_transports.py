@@ -232,6 +232,22 @@ def test_nothing_beside_the_memory_is_read(owner: Tcp, source: Memory, target: M
     reader.close()
 
 
+def test_a_door_leads_to_a_number_and_off_this_machine_only_for_who_is_reached_there(
+    source: Memory, target: Memory
+) -> None:
+    """Names would be looked up without a limit; and an engine that keeps to its machine is sent nowhere else."""
+    owner = Tcp("localhost")
+    assert msgspec.msgpack.decode(owner.register(source))[0].startswith("tcp:127.0.0.1:")
+    owner.close()
+    for address, why in (
+        ("tcp:localhost:1", "no number and port"),
+        ("unix:/run/x.sock", "no number and port"),
+        ("tcp:192.0.2.1:1", "is not on this machine, and tcp:127.0.0.1:0 is"),
+    ):
+        with pytest.raises(TransportError, match=why):
+            Tcp().open(msgspec.msgpack.encode((address, 1, bytes(32))), target, 0.1)
+
+
 def test_strangers_are_few_and_do_not_stay(owner: Tcp, source: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "HELLO_S", 0.3)
     monkeypatch.setattr(tcp, "MAX_STRANGERS", 3)

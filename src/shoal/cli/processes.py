@@ -11,7 +11,15 @@ from shoal.cli.options import ConfigFile, Model, resolve, with_settings
 Name = Annotated[
     str, typer.Option("--name", metavar="TEXT", help="name in logs and on the status page; unique in the fleet")
 ]
-Listen = Annotated[str, typer.Option("--listen", metavar="ADDRESS", help="unix:/path or tcp:host:port")]
+Listen = Annotated[
+    str,
+    typer.Option(
+        "--listen",
+        metavar="ADDRESS",
+        help="unix:/path, tcp:host:port or tcp:[IPv6]:port, as others dial it; where other hosts do, SHOAL_SECRET has "
+        "32 bytes at least",
+    ),
+]
 Controller = Annotated[
     str, typer.Option("--controller", metavar="ADDRESS", help="where the controller listens; empty: do without one")
 ]

@@ -31,12 +31,14 @@ log = logging.getLogger("shoal.controller")
 
 
 def run(config: ControllerConfig, *, name: str, listen: str) -> None:
-    """Serves until SIGTERM. Raises ValueError for an address that others could reach, OSError for one that is taken."""
+    """Serves until SIGTERM. Raises ValueError for a status page or, without a good secret, a `listen` that other hosts
+    could reach, OSError for an address that is taken."""
     logs.setup(name)
     lifeline.watch()
     if not address.is_loopback(config.host):
         raise ValueError(f"controller.host is {config.host}: the status page is for this machine only, use 127.0.0.1")
     secret = os.environ.get("SHOAL_SECRET", "").encode()
+    address.configured("--listen", listen, secret)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, listen, secret))
 

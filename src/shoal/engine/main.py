@@ -21,6 +21,7 @@ from shoal.engine.transfer.peers import Peers
 from shoal.engine.transfer.storage import BELIEVED_BYTES_PER_S, Storage
 from shoal.telemetry import logs
 from shoal.telemetry.journal import JournalFile, Planner, Recorder
+from shoal.wire import address as addresses
 from shoal.wire import lifeline
 from shoal.wire.messages import EngineInfo
 
@@ -40,7 +41,10 @@ def run(
     controller: str = "",
     classes: Mapping[str, ServiceClass] = DEFAULT_CLASSES,
 ) -> None:
-    """Serves until SIGTERM; raises SystemExit with the status. Listens only once requests can be computed."""
+    """Serves until SIGTERM; raises SystemExit with the status. Listens only once requests can be computed. Raises
+    ValueError for an address that is none, or that takes a better secret."""
+    secret = os.environ.get("SHOAL_SECRET", "").encode()
+    _check_addresses(listen, controller, config.peer_address, secret)
     if config.kv_disk_folder:
         config = replace(config, kv_disk_folder=str(Path(config.kv_disk_folder) / name))
     logs.setup(name)
@@ -50,7 +54,7 @@ def run(
         name=name,
         listen=listen,
         controller=controller,
-        secret=os.environ.get("SHOAL_SECRET", "").encode(),
+        secret=secret,
     )
     raise SystemExit(process.run(engine))
 
@@ -119,6 +123,22 @@ def build(
         costs=lambda: cost.coefficients,
         closing=close,
     )
+
+
+def _check_addresses(listen: str, controller: str, peer_address: str, secret: bytes) -> None:
+    """Before minutes of loading. ValueError: one of them cannot do."""
+    where = addresses.configured("--listen", listen, secret)
+    if controller:
+        addresses.configured("--controller", controller, secret)
+    if not peer_address:
+        return
+    peer = addresses.configured("engine.peer_address", peer_address, secret)
+    if addresses.other_hosts_reach(where) and not addresses.other_hosts_reach(peer):
+        own = addresses.TcpAddress(where.host, 0)
+        raise ValueError(
+            f"engine.peer_address is {peer}, where engines on other hosts cannot fetch, and --listen is {where}; "
+            f"allowed: a host that they reach, as {own}, or empty: nothing is lent or fetched"
+        )
 
 
 def _check_disk(config: EngineConfig) -> None:

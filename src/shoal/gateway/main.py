@@ -66,19 +66,19 @@ def run(
     controller: str = "",
     engines: tuple[str, ...] = (),
 ) -> None:
-    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, for a key file or an
-    address that is none, or a missing secret, OSError for a port that is taken, TokenizerError or TemplateError for a
-    model folder that cannot be used."""
+    """Serves until SIGTERM. Raises ValueError for a host that is open to others without a key, for a key file, an
+    address or a secret that will not do, OSError for a port that is taken, TokenizerError or TemplateError for a model
+    folder that cannot be used."""
     logs.setup(name)
     lifeline.watch()
     _allow_files(config.max_connections + _OTHER_FILES)
     keys, key_file = keyfile.load(config.key_file, classes)
     check_bind(config.host, keys)
     secret = os.environ.get("SHOAL_SECRET", "").encode()
-    for peer in (*engines, *([controller] if controller else [])):
-        address.parse(peer)
-        if not secret:
-            raise ValueError("engines and controllers speak only to who holds their secret: set SHOAL_SECRET")
+    for engine in engines:
+        address.configured("--engine", engine, secret)
+    if controller:
+        address.configured("--controller", controller, secret)
     gateway = Gateway(
         config,
         keys=keys,

@@ -7,6 +7,7 @@ by more than OUTBOX_BYTES or OUTBOX_NS is disconnected; what it was owed is made
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
@@ -21,6 +22,7 @@ from shoal.wire.messages import MAX_FRAME_BYTES, Challenge, Hello, Message, Reje
 OUTBOX_BYTES = 1 << 20  # unsent bytes beyond which the next message closes the connection
 OUTBOX_S = 2.0  # a byte unsent for this long closes it too
 HANDSHAKE_S = 5.0
+UNACKNOWLEDGED_S = 10.0  # after that a host that vanished without a word counts as gone
 _INBOX_HIGH, _INBOX_LOW = 1024, 256  # undelivered messages at which reading pauses and goes on
 
 
@@ -136,6 +138,9 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._transport.set_write_buffer_limits(high=0)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000))
         if self._on_open is not None:
             self._on_open(self)
 
@@ -208,8 +213,10 @@ async def dial(
     secret: bytes,
     timeout_s: float = HANDSHAKE_S,
 ) -> Connection:
-    """Raises ConnectionClosed (the other side is not one of us, or gave up), OSError (nobody listens), TimeoutError."""
+    """Raises ConnectionClosed (the other side is not one of us, or gave up), OSError (nobody listens, no such name),
+    TimeoutError, ValueError (address, secret)."""
     where = addresses.parse(address)
+    addresses.check(where, secret)
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout_s):
         if isinstance(where, addresses.UnixAddress):

@@ -146,11 +146,11 @@ async def listen(
 ) -> Listener:
     """`handler` owns one connection, which is closed when it returns; ConnectionClosed may pass through it.
 
-    `admit` may turn an authenticated dialler away with a reason. Raises ValueError (address, secret), OSError (taken).
+    `admit` may turn an authenticated dialler away with a reason. Raises ValueError (address, secret), OSError
+    (taken, no such name).
     """
-    if not secret:
-        raise ValueError("an empty shared secret protects nothing: set SHOAL_SECRET")
     where = addresses.parse(address)
+    addresses.check(where, secret)
     sock = addresses.bind(where)
     listener = Listener(secret=secret, incarnation=incarnation, welcome=welcome, handler=handler, admit=admit)
     loop = asyncio.get_running_loop()

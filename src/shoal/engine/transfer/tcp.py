@@ -3,8 +3,9 @@
     owner: nonce (16)     reader: number of the memory (8), proof (32)     then any number of times
     reader: offset (8), length (8)     owner: those bytes
 
-The proof is an HMAC of the nonce, with the key that the door names. Each read is one call on either side that holds
-no lock of Python's; a thread per reader sends, and ends when the memory is withdrawn.
+The proof is an HMAC of the nonce, with the key that the door names: a new one for each memory, told over a connection
+that was authenticated. Each read is one call on either side that holds no lock of Python's; a thread per reader sends,
+and ends when the memory is withdrawn.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = logging.getLogger("shoal.engine")
 
 
 class _Door(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    address: str
+    address: str  # with a number as host: no name is looked up on the threads that read
     number: int
     key: bytes
 
@@ -70,7 +71,7 @@ class Tcp:
             self._num_lent += 1
             number = self._num_lent
             self._lent[number] = lent
-        address = addresses.TcpAddress(self._where.host, listener.getsockname()[1])
+        address = addresses.TcpAddress(*listener.getsockname()[:2])
         return msgspec.msgpack.encode(_Door(str(address), number, lent.key))
 
     def withdraw(self, memory: Memory) -> None:
@@ -83,9 +84,7 @@ class Tcp:
     def open(self, door: bytes, target: Memory, limit_s: float) -> TcpReader:
         try:
             where = msgspec.msgpack.decode(door, type=_Door)
-            address = addresses.parse(where.address)
-            if not isinstance(address, addresses.TcpAddress):
-                raise ValueError(f"{where.address} is no tcp address")
+            address = self._leads_to(addresses.parse(where.address))
             sock = socket.create_connection((address.host, address.port), limit_s)
         except (msgspec.DecodeError, ValueError, OSError) as e:
             raise TransportError(f"no way by tcp: {e}") from None
@@ -114,6 +113,14 @@ class Tcp:
         if listener is not None:
             listener.close()
 
+    def _leads_to(self, address: addresses.UnixAddress | addresses.TcpAddress) -> addresses.TcpAddress:
+        """An engine that others reach on its own machine only goes nowhere else either."""
+        if not isinstance(address, addresses.TcpAddress) or not addresses.is_number(address.host):
+            raise ValueError(f"{address} is no number and port")
+        if addresses.other_hosts_reach(address) and not addresses.other_hosts_reach(self._where):
+            raise ValueError(f"{address} is not on this machine, and {self._where} is")
+        return address
+
     # -- the owner's side ----------------------------------------------------------------------------------------------
 
     def _listen(self) -> socket.socket:
@@ -123,7 +130,7 @@ class Tcp:
             try:
                 self._listener = addresses.bind(self._where)
                 self._listener.listen(MAX_STRANGERS)
-            except OSError as e:
+            except (OSError, ValueError) as e:
                 raise TransportError(str(e)) from None
             self._begin("tcp-accepts", self._accept, self._listener)
             return self._listener
