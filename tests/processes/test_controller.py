@@ -6,11 +6,12 @@ import asyncio
 import http.client
 import io
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli import status
-from shoal.controller.app import ROUTES, Access, Pages, make_app
+from shoal.controller.app import ACTIONS, ROUTES, Access, Pages, make_app
 from shoal.controller.registry import Registry
 from shoal.core.request import RequestSpec
 from shoal.wire.control import ControlLink
@@ -135,6 +136,93 @@ async def test_f5_after_a_kill_traffic_flows_and_the_registry_is_rebuilt_within_
                 gateway.close()
 
 
+def roles(url: str) -> dict[str, str]:
+    try:
+        return {r["name"]: r["role"] for r in status.fetch(url)["replicas"]}
+    except OSError:
+        return {}
+
+
+def test_a_role_is_set_without_a_restart_and_outlives_engine_and_controller() -> None:
+    lists: list[Members] = []
+
+    async def follow(folder: Path, wanted: str) -> None:
+        link = ControlLink(
+            f"unix:{folder}/c.sock",
+            role=Role.GATEWAY,
+            name="gateway-0",
+            incarnation="g",
+            secret=SECRET,
+            register=lambda: Register(pid=1),
+            report=Report,
+            on_members=lists.append,
+        )
+        lists.clear()
+        task = asyncio.create_task(link.run())
+        await until(lambda: bool(lists) and [r.role for r in lists[-1].replicas] == [wanted], 5)
+        task.cancel()
+
+    def engine(folder: Path) -> AbstractContextManager[Process]:
+        return scripted_engine(listen=f"unix:{folder}/e.sock", controller=f"unix:{folder}/c.sock")
+
+    with socket_folder() as folder, controller(folder) as (process, url), engine(folder) as first:
+        wait_until(lambda: roles(url) == {"engine-0": "both"})
+        done = shoal_here("role", "engine-0", "prefill", "--url", url)
+        assert (done.returncode, done.stdout) == (0, "engine-0: prefill\n")
+        assert roles(url) == {"engine-0": "prefill"}
+        first.wait_line(r"engine\.role .*role=prefill")
+        asyncio.run(follow(folder, "prefill"))
+        assert "prefill" in shoal_here("status", "--url", url).stdout
+        process.kill(signal.SIGKILL)
+        process.wait()
+        with controller(folder, urlsplit(url).port or 0):
+            wait_until(lambda: roles(url) == {"engine-0": "prefill"})
+            first.kill(signal.SIGKILL)
+            first.wait()
+            with engine(folder):
+                asyncio.run(follow(folder, "both"))  # only the engine that was killed had known
+                assert shoal_here("role", "engine-0", "decode", "--url", url).returncode == 0
+            with engine(folder) as third:
+                third.wait_line(r"engine\.role .*role=decode")
+                asyncio.run(follow(folder, "decode"))
+
+
+def test_what_cannot_be_set_is_named_with_what_can() -> None:
+    with socket_folder() as folder, controller(folder) as (_, url):
+        done = shoal_here("role", "engine-0", "fast", "--url", url)
+        assert done.returncode == 2 and "role is 'fast'; allowed: both, prefill, decode" in done.stderr
+        done = shoal_here("role", "engine-7", "decode", "--url", url)
+        assert done.returncode == 1 and "there is no replica 'engine-7'; listed: none" in done.stderr
+        assert get(url, "/role?replica=engine-0&role=fast", "POST")[::2] == (
+            400,
+            "role is 'fast'; allowed: both, prefill, decode\n",
+        )
+        done = shoal_here("role", "engine-0", "decode", "--url", "http://127.0.0.1:1")
+        assert done.returncode == 1 and "is shoal running?" in done.stderr
+
+
+def test_only_the_user_who_runs_the_service_sets_a_role_and_no_web_page() -> None:
+    path = "/role?replica=engine-0&role=decode"
+    with socket_folder() as folder, controller(folder) as (_, url):
+        assert get(url, path, "POST")[0] == 404, "it may, but there is no such replica"
+        assert get(url, path)[0] == 405
+        assert get(url, path, "POST", origin="http://127.0.0.1:8001")[0] == 403
+        assert get(url, path, "POST", host="shoal.example.org")[0] == 403
+        if os.geteuid() != 0:
+            pytest.skip("another user's connection takes root to make")
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
+        os.seteuid(65534)
+        try:
+            connection.connect()
+        finally:
+            os.seteuid(0)
+        try:
+            connection.request("POST", path)
+            assert connection.getresponse().status == 403
+        finally:
+            connection.close()
+
+
 def test_a_controller_that_stops_leaves_no_socket() -> None:
     with socket_folder() as folder, controller(folder) as (process, _):
         assert process.stop() == 0
@@ -210,6 +298,9 @@ async def test_sec_04_every_route_has_a_class_and_answers_by_it() -> None:
         assert (await ask(route.path, client="10.0.0.7"))[0] == closed
         for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
             assert (await ask(route.path, method))[0] == 405
+    assert {(a.path, a.access) for a in ACTIONS} == {("/role", Access.OWNER)}
+    for method in ("GET", "HEAD", "POST", "PUT", "OPTIONS"):
+        assert (await ask("/role", method))[0] == 403, "no connection of which the kernel knows whose it is"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +330,7 @@ async def test_the_terminal_shows_the_same() -> None:
 def test_the_default_model_fits_80_columns_and_fewer_columns_cut_nothing_off() -> None:
     view = {"num_running": 64, "num_waiting": 1024, "step": 123456, "total_blocks": 9, "free_blocks": 0}
     replica = {"name": "engine-0", "state": "serving", "connected": True, "uptime_s": 7000, "pid": 31550}
-    replica |= {"model": "smollm2-135m", "view": view | {"cached_blocks": 0}}
+    replica |= {"role": "both", "model": "smollm2-135m", "view": view | {"cached_blocks": 0}}
     shown = {}
     for width in (60, 80):
         console = Console(width=width, file=io.StringIO(), force_terminal=True)

@@ -1,10 +1,11 @@
 """Transcripts of the controller's registry. One file, one story, its name a sentence.
 
     at SECONDS                                time passes
-    register ROLE NAME INCARNATION/SESSION [state=..] [url=..]
+    register ROLE NAME INCARNATION/SESSION [state=..] [url=..] [role=..]
     report NAME INCARNATION/SESSION           renews the lease
     disconnected NAME INCARNATION/SESSION
     expire
+    set NAME ROLE                             what an engine is meant for
     ----
     what was refused or expired, then the list as gateways get it
 
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from shoal.controller.registry import Registry
+from shoal.fleet.view import ReplicaRole
 from shoal.wire.messages import Hello, Register, Replica, Report, Role
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "registry").glob("*.txt"))
@@ -37,6 +39,11 @@ class Story:
             self.now_ns = int(float(words[0]) * 1e9)
         elif verb == "expire":
             yield from (f"expired: {name}" for name in self.registry.expire(self.now_ns))
+        elif verb == "set":
+            try:
+                self.registry.set_role(words[0], ReplicaRole(words[1]))
+            except KeyError:
+                yield f"not listed: {words[0]}"
         elif verb == "register":
             yield from self._register(*words)
         else:
@@ -49,7 +56,7 @@ class Story:
     def shown(self) -> Iterator[str]:
         members = self.registry.members()
         yield f"version {members.version}: " + " ".join(
-            f"{r.name}@{r.incarnation}({r.state})" for r in members.replicas
+            f"{r.name}@{r.incarnation}({r.state}{'' if r.role == 'both' else ', ' + r.role})" for r in members.replicas
         )
 
     def _register(self, role: str, name: str, who: str, *options: str) -> Iterator[str]:
@@ -60,7 +67,11 @@ class Story:
         if self.roles[name] is Role.ENGINE:
             as_name = given.get("as", name)
             replica = Replica(
-                name=as_name, incarnation=hello.incarnation, address="unix:/e", state=given.get("state", "serving")
+                name=as_name,
+                incarnation=hello.incarnation,
+                address="unix:/e",
+                state=given.get("state", "serving"),
+                role=ReplicaRole(given.get("role", "both")),
             )
         why = self.registry.register(hello, Register(pid=1, replica=replica, url=given.get("url", "")), self.now_ns)
         if why is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli import batch, chat, explain, generate, key, processes, pull, serve, status
+from shoal.cli import batch, chat, explain, generate, key, processes, pull, role, serve, status
 
 app = typer.Typer(
     name="shoal",
@@ -24,6 +24,7 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("batch")(batch.batch)
 app.command("status")(status.status)
+app.command("role")(role.role)
 app.command("config")(explain.config)
 app.command("key")(key.key)
 app.command("gateway")(processes.gateway)

@@ -6,6 +6,8 @@ import json
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,20 +19,31 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FETCH_LIMIT_S = 5.0
+STATUS_URL = "http://127.0.0.1:8001"
+StatusUrl = Annotated[str, typer.Option("--url", metavar="URL", help="address of the status page")]
 PIPE_COLUMNS = 200  # a name that grep looks for stays in one piece
 
 
 def status(
-    url: Annotated[
-        str, typer.Option("--url", metavar="URL", help="address of the status page")
-    ] = "http://127.0.0.1:8001",
+    url: StatusUrl = STATUS_URL,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, for programs")] = False,
 ) -> None:
     """Show the replicas, gateways and processes of a running service."""
     from rich.console import Console
 
-    try:
+    with reaching(url):
         found = fetch(url)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(tables(found))
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Failures of the status page at `url`, in words: ValueError where it is none, OSError where nobody answers."""
+    try:
+        yield
     except urllib.error.HTTPError as error:
         raise ValueError(
             f"{url} answers {error.code}: it is no status page; `shoal serve` prints its address"
@@ -40,21 +53,22 @@ def status(
         raise OSError(
             f"cannot reach {url} ({getattr(reason, 'strerror', None) or reason}); is shoal running?"
         ) from None
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-    else:
-        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(tables(found))
 
 
 def fetch(url: str) -> Document:
     """`url` is the status page's. Raises OSError where nobody answers, ValueError where the answer is no status."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is no http URL")
-    with urllib.request.urlopen(url.rstrip("/") + "/status", timeout=FETCH_LIMIT_S) as answer:
+    with urllib.request.urlopen(page(url, "/status"), timeout=FETCH_LIMIT_S) as answer:
         value = json.load(answer)
     if not isinstance(value, dict) or "replicas" not in value:
         raise ValueError(f"{url} answers, but not as a shoal controller")
     return value
+
+
+def page(url: str, path: str) -> str:
+    """Of the status page's URL. Raises ValueError where that is none."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is no http URL")
+    return url.rstrip("/") + path
 
 
 def tables(status: Document) -> Group:
@@ -67,7 +81,9 @@ def tables(status: Document) -> Group:
 
 
 def _replica_table(replicas: list[Document]) -> Table:
-    table = _table("replica", "state", "model", "running", "waiting", "KV", "steps", "up", "pid")
+    with_roles = any(r["role"] != "both" for r in replicas)
+    roles = ("role",) if with_roles else ()
+    table = _table("replica", "state", *roles, "model", "running", "waiting", "KV", "steps", "up", "pid")
     for r in replicas:
         view = r["view"]
         numbers = ["-"] * 4
@@ -79,7 +95,8 @@ def _replica_table(replicas: list[Document]) -> Table:
                 str(view["step"]),
             ]
         state = r["state"] if r["connected"] else "lost"
-        table.add_row(r["name"], state, r["model"] or "-", *numbers, span(r["uptime_s"]), str(r["pid"]))
+        roles = (r["role"],) if with_roles else ()
+        table.add_row(r["name"], state, *roles, r["model"] or "-", *numbers, span(r["uptime_s"]), str(r["pid"]))
     return table
 
 

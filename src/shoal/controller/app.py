@@ -1,13 +1,16 @@
 """The controller's HTTP side, on loopback: the status page, the same as JSON, Prometheus' targets and metrics.
 
-A request is served where a row of ROUTES names its path and the row's class admits the caller; everything else is 404.
+A request is served where a row of ROUTES or ACTIONS names its path and the row's class admits the caller; everything
+else is 404.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from importlib.resources import files
 from typing import NamedTuple
@@ -20,9 +23,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.controller import status
+from shoal.controller.caller import uid_of
 from shoal.controller.registry import SERVING, Registry
 from shoal.controller.status import Document
+from shoal.fleet.view import ReplicaRole
 from shoal.wire.address import is_loopback
+from shoal.wire.messages import Role
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -37,14 +43,17 @@ _TEMPLATES = jinja2.Environment(
 )
 _TEMPLATES.globals.update(kv_used=status.kv_used, span=status.span)
 
+log = logging.getLogger("shoal.controller")
+
 
 class Access(StrEnum):
     PUBLIC = "public"  # liveness
     INTERNAL = "internal"  # callers on this machine, by the name of this machine
+    OWNER = "owner"  # those of them that run as the user who runs the service, or as root; no web page
 
 
 class Pages:
-    """What the routes answer. Each takes nothing from the request: there is nothing to inject into."""
+    """What the routes answer. Pages take nothing from the request: there is nothing to inject into."""
 
     def __init__(self, registry: Registry, metrics: prometheus_client.CollectorRegistry, url: str) -> None:
         self.registry = registry
@@ -82,6 +91,21 @@ class Pages:
             headers={"content-type": prometheus_client.CONTENT_TYPE_LATEST},
         )
 
+    def set_role(self, query: Mapping[str, str]) -> Response:
+        """`replica` and `role`."""
+        name, wanted = query.get("replica", ""), query.get("role", "")
+        try:
+            role = ReplicaRole(wanted)
+        except ValueError:
+            return PlainTextResponse(f"role is {wanted[:64]!r}; allowed: {', '.join(ReplicaRole)}\n", 400)
+        try:
+            self.registry.set_role(name, role)
+        except KeyError:
+            listed = ", ".join(e.name for e in self.registry.entries() if e.role is Role.ENGINE) or "none"
+            return PlainTextResponse(f"there is no replica {name[:64]!r}; listed: {listed}\n", 404)
+        log.info("controller.role", {"replica": name, "role": role})
+        return JSONResponse({"replica": name, "role": role})
+
     def _document(self) -> Document:
         return status.document(self.registry.entries(), time.monotonic_ns())
 
@@ -108,8 +132,19 @@ ROUTES = (
 )
 
 
+class Action(NamedTuple):
+    """A POST that changes something, by its query alone."""
+
+    path: str
+    access: Access
+    perform: Callable[[Pages, Mapping[str, str]], Response]
+
+
+ACTIONS = (Action("/role", Access.OWNER, Pages.set_role),)
+
+
 def make_app(pages: Pages) -> ASGIApp:
-    table = {route.path: route for route in ROUTES}
+    table: dict[str, Route | Action] = {row.path: row for row in (*ROUTES, *ACTIONS)}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -121,11 +156,17 @@ def make_app(pages: Pages) -> ASGIApp:
     return app
 
 
-def _answer(request: Request, route: Route | None, pages: Pages) -> Response:
+def _answer(request: Request, route: Route | Action | None, pages: Pages) -> Response:
     if route is None:
         return PlainTextResponse("no such page\n", 404)
     if route.access is not Access.PUBLIC and not _is_local(request):
         return PlainTextResponse("only for callers on this machine\n", 403)
+    if route.access is Access.OWNER and not _is_owner(request):
+        return PlainTextResponse("only for the user who runs the service\n", 403)
+    if isinstance(route, Action):
+        if request.method != "POST":
+            return PlainTextResponse("only POST\n", 405, headers={"allow": "POST"})
+        return route.perform(pages, request.query_params)
     if request.method not in ("GET", "HEAD"):
         return PlainTextResponse("only GET\n", 405, headers={"allow": "GET, HEAD"})
     return route.answer(pages)
@@ -140,3 +181,11 @@ def _is_local(request: Request) -> bool:
     except ValueError:
         return False
     return near and is_loopback(host)
+
+
+def _is_owner(request: Request) -> bool:
+    """A web page in a browser of the same user says where it comes from."""
+    client, server = request.client, request.scope.get("server")
+    if client is None or server is None or "origin" in request.headers:
+        return False
+    return uid_of((client.host, client.port), (server[0], server[1])) in (os.geteuid(), 0)

@@ -1,4 +1,4 @@
-"""The controller's end of the wire: registrations come in, lists go out to gateways."""
+"""The controller's end of the wire: registrations come in, lists go out to gateways, roles to engines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import time
 
 from shoal.controller.registry import Registry
 from shoal.fleet import health
+from shoal.fleet.view import ReplicaRole
 from shoal.wire.connection import Cause, Connection
 from shoal.wire.listener import Listener, listen
-from shoal.wire.messages import Hello, Members, Message, Register, Report, Role
+from shoal.wire.messages import Assign, Hello, Members, Message, Register, Report, Role
 
 PUSH_S = 2.0  # longest time between two lists, also when nothing changed
 _TICK_S = 0.25
@@ -23,6 +24,7 @@ class Hub:
         self.registry = registry
         self.listener: Listener
         self._gateways: set[Connection] = set()
+        self._engines: dict[Connection, ReplicaRole] = {}  # the role that each has, or was told last
         self._pushed_s = 0.0
         self._pushed_version = -1
 
@@ -69,6 +71,7 @@ class Hub:
             log.warning("controller.silent", {"process": hello.name})
         finally:
             self._gateways.discard(connection)
+            self._engines.pop(connection, None)
             self.registry.disconnected(hello)
 
     def _take(self, hello: Hello, connection: Connection, message: Message) -> bool:
@@ -85,6 +88,9 @@ class Hub:
             if hello.role is Role.GATEWAY:
                 self._gateways.add(connection)
                 connection.send(self.registry.members())
+            if message.replica is not None:
+                self._engines[connection] = message.replica.role
+                self._assign(connection)
             if self.registry.version != self._pushed_version:
                 self._push()
             return True
@@ -97,5 +103,16 @@ class Hub:
         members: Members = self.registry.members()
         for connection in self._gateways:
             connection.send(members)
+        for connection in self._engines:
+            self._assign(connection)
         self._pushed_version = members.version
         self._pushed_s = asyncio.get_running_loop().time()
+
+    def _assign(self, connection: Connection) -> None:
+        """Tells an engine the role that was set here, where it has another one."""
+        hello = connection.peer
+        assert isinstance(hello, Hello)
+        role = self.registry.role(hello.name)
+        if role is not None and role is not self._engines[connection]:
+            self._engines[connection] = role
+            connection.send(Assign(role=role))

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from shoal.core.plan import View
 from shoal.fleet import health
+from shoal.fleet.view import ReplicaRole
 from shoal.wire.messages import Hello, Members, Register, Report, Role
 
 SERVING = "serving"
@@ -34,6 +37,7 @@ class Registry:
         """`first_version` must exceed what an earlier controller may have reached: wall-clock nanoseconds will do."""
         self._version = first_version
         self._entries: dict[tuple[Role, str], Entry] = {}
+        self._roles: dict[str, ReplicaRole] = {}  # of engines, set here: they win over what an engine registers with
 
     @property
     def version(self) -> int:
@@ -69,6 +73,7 @@ class Registry:
         if self.is_old(hello):
             return f"a newer session of {hello.name} is open"
         key = (hello.role, hello.name)
+        message = self._with_role(message)
         entry = self._entries.get(key)
         if entry is None or entry.incarnation != hello.incarnation:
             self._entries[key] = Entry(
@@ -81,6 +86,21 @@ class Registry:
             self._changed(hello.role)
         entry.session, entry.heard_ns, entry.connected = hello.session, now_ns, True
         return None
+
+    def set_role(self, name: str, role: ReplicaRole) -> None:
+        """Of an engine, also of its later lives. KeyError: none of that name is listed."""
+        entry = self._entries[(Role.ENGINE, name)]
+        self._roles[name] = role
+        registered = self._with_role(entry.registered)
+        if registered != entry.registered:
+            entry.registered = registered
+            self._changed(Role.ENGINE)
+
+    def role(self, name: str) -> ReplicaRole | None:
+        """Of a listed engine."""
+        entry = self._entries.get((Role.ENGINE, name))
+        replica = None if entry is None else entry.registered.replica
+        return None if replica is None else replica.role
 
     def report(self, hello: Hello, message: Report, now_ns: int) -> bool:
         """Renews the lease. False: this process is not listed and must register."""
@@ -109,6 +129,12 @@ class Registry:
         if entry is None or (entry.incarnation, entry.session) != (hello.incarnation, hello.session):
             return None
         return entry
+
+    def _with_role(self, message: Register) -> Register:
+        replica = message.replica
+        if replica is None or replica.name not in self._roles:
+            return message
+        return replace(message, replica=replace(replica, role=self._roles[replica.name]))
 
     def _changed(self, role: Role) -> None:
         if role is Role.ENGINE:

@@ -43,6 +43,7 @@ def _replica(entry: Entry, now_ns: int) -> Document:
     info = replica.info
     return _common(entry, now_ns) | {
         "state": replica.state,
+        "role": str(replica.role),
         "address": replica.address,
         "model": info.model if info is not None else None,
         "max_model_len": info.max_model_len if info is not None else None,

@@ -112,6 +112,13 @@ class EngineConfig:
             description="what another engine is believed to send before it was measured; 0: nothing is fetched",
         ),
     ] = 500_000_000
+    role: Annotated[
+        Literal["both", "prefill", "decode"],
+        Meta(
+            description="what the replica is meant for, until `shoal role` says otherwise: computing prompts, which "
+            "others then decode, going on with what others computed, or both"
+        ),
+    ] = "both"
     threads: Annotated[
         int,
         Meta(

@@ -19,6 +19,7 @@ from shoal.engine.process import Engine, Parts
 from shoal.engine.transfer.copier import Copier
 from shoal.engine.transfer.peers import Peers
 from shoal.engine.transfer.storage import BELIEVED_BYTES_PER_S, Storage
+from shoal.fleet.view import ReplicaRole
 from shoal.telemetry import logs
 from shoal.telemetry.journal import JournalFile, Planner, Recorder
 from shoal.wire import address as addresses
@@ -55,6 +56,7 @@ def run(
         listen=listen,
         controller=controller,
         secret=secret,
+        role=ReplicaRole(config.role),
     )
     raise SystemExit(process.run(engine))
 
@@ -119,6 +121,7 @@ def build(
             hash_block_tokens=runner.block_tokens,
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
+            fetch_token_ns=_fetch_token_ns(limits),
         ),
         costs=lambda: cost.coefficients,
         closing=close,
@@ -139,6 +142,12 @@ def _check_addresses(listen: str, controller: str, peer_address: str, secret: by
             f"engine.peer_address is {peer}, where engines on other hosts cannot fetch, and --listen is {where}; "
             f"allowed: a host that they reach, as {own}, or empty: nothing is lent or fetched"
         )
+
+
+def _fetch_token_ns(limits: Limits) -> float:
+    if not limits.fetch_bytes_per_s:
+        return 0.0
+    return 1e9 * limits.block_bytes / limits.block_tokens / limits.fetch_bytes_per_s
 
 
 def _check_disk(config: EngineConfig) -> None:

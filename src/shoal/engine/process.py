@@ -24,6 +24,7 @@ from shoal.engine.loop import Copier, Runner, StepLoop, Turn
 from shoal.engine.metrics import DiskTier, EngineCollector, StepMetrics
 from shoal.engine.server import Server
 from shoal.engine.transfer.peers import Peers
+from shoal.fleet.view import ReplicaRole
 from shoal.telemetry.journal import Planner
 from shoal.telemetry.metrics import Exporter, new_registry
 from shoal.wire.control import ControlLink
@@ -71,7 +72,9 @@ def run(engine: Engine) -> int:
 
 
 class Engine:
-    """`build` runs on the step thread. `controller` may be empty: an engine of a fixed list."""
+    """`build` runs on the step thread. `controller` may be empty: an engine of a fixed list. `role`: until the
+    controller says otherwise.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Engine:
         listen: str,
         controller: str,
         secret: bytes,
+        role: ReplicaRole = ReplicaRole.BOTH,
     ) -> None:
         self.stuck = True  # the step thread has not ended
         self._build = build
@@ -88,6 +92,7 @@ class Engine:
         self._listen = listen
         self._controller = controller
         self._secret = secret
+        self._role = role
         self._incarnation = secrets.token_hex(8)
         self._registry = new_registry()
         self._step_metrics = StepMetrics(self._registry)
@@ -241,7 +246,13 @@ class Engine:
     def _link(self) -> ControlLink | None:
         if not self._controller:
             return None
-        return ControlLink(
+
+        def assigned(role: ReplicaRole) -> None:
+            log.info("engine.role", {"role": role})
+            self._role = role
+            link.registration_changed()
+
+        link = ControlLink(
             self._controller,
             role=Role.ENGINE,
             name=self._name,
@@ -249,7 +260,9 @@ class Engine:
             secret=self._secret,
             register=self._registration,
             report=lambda: Report(view=self._server.view if self._server is not None else None),
+            on_role=assigned,
         )
+        return link
 
     def _registration(self) -> Register:
         server = self._server
@@ -261,5 +274,6 @@ class Engine:
             info=server.info if server is not None else None,
             pid=os.getpid(),
             metrics=self._metrics_url,
+            role=self._role,
         )
         return Register(pid=os.getpid(), metrics=self._metrics_url, replica=replica)

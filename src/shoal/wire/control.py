@@ -12,8 +12,9 @@ import random
 import time
 from collections.abc import Callable
 
+from shoal.fleet.view import ReplicaRole
 from shoal.wire.connection import Connection, ConnectionClosed, dial
-from shoal.wire.messages import Members, Register, Report, Role
+from shoal.wire.messages import Assign, Members, Register, Report, Role
 
 REPORT_S = 0.5
 RECONNECT_S = 1.0  # longest pause between two tries; drawn by chance, so that a fleet does not return in one moment
@@ -27,7 +28,8 @@ log = logging.getLogger("shoal.wire")
 class ControlLink:
     """Registers, then reports every REPORT_S. `run` goes on until it is cancelled.
 
-    `register` and `report` are asked for the current message each time; `on_members` gets every list (gateways).
+    `register` and `report` are asked for the current message each time; `on_members` gets every list (gateways),
+    `on_role` every role that is assigned (engines).
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ControlLink:
         register: Callable[[], Register],
         report: Callable[[], Report],
         on_members: Callable[[Members], None] | None = None,
+        on_role: Callable[[ReplicaRole], None] | None = None,
     ) -> None:
         self.connected = False
         self._address = address
@@ -51,6 +54,7 @@ class ControlLink:
         self._register = register
         self._report = report
         self._on_members = on_members
+        self._on_role = on_role
         self._session = 0
         self._connection: Connection | None = None
         self._last_trouble = ""
@@ -100,6 +104,8 @@ class ControlLink:
                     message = await connection.receive()
                 if isinstance(message, Members) and self._on_members is not None:
                     self._on_members(message)
+                elif isinstance(message, Assign) and self._on_role is not None:
+                    self._on_role(message.role)
         finally:
             reporting.cancel()
             with contextlib.suppress(asyncio.CancelledError):

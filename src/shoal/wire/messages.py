@@ -14,6 +14,7 @@ import msgspec
 
 from shoal.core.plan import Logprobs, View
 from shoal.core.request import Finish, Refusal, RequestSpec
+from shoal.fleet.view import ReplicaRole
 
 PROTOCOL = 2
 MAX_FRAME_BYTES = 16 << 20
@@ -58,6 +59,7 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int
     capabilities: tuple[str, ...] = ()
     peers: str = ""  # address where it lends blocks to other engines; empty: it does not
+    fetch_token_ns: float = 0.0  # believed time to bring a token's KV from another engine; 0: it brings none
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -227,6 +229,7 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: int = 0
     metrics: str = ""  # URL
 
+    role: ReplicaRole = ReplicaRole.BOTH  # as the engine has it; in Members as the controller was told last
 
 class Supervised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One process as its supervisor sees it."""
@@ -263,4 +266,10 @@ class Members(Message, frozen=True, tag="members"):
 
 
 ToListener = Hello | Submit | Abort | KeepAlive | Ask | Taken | Release | Register | Report
-ToDialler = Challenge | Welcome | Rejected | Frame | Announce | Offer | Declined | Piece | Members
+class Assign(Message, frozen=True, tag="assign"):
+    """Controller → engine: its role from now on. It registers with it, so that a new controller knows it too."""
+
+    role: ReplicaRole
+
+
+ToDialler = Challenge | Welcome | Rejected | Frame | Announce | Offer | Declined | Piece | Members | Assign
