@@ -17,7 +17,7 @@ from shoal.core.request import RequestSpec
 from shoal.core.stepcost import DEFAULT_COEFFICIENTS
 from shoal.fleet import health
 from shoal.fleet.directory import Directory
-from shoal.fleet.view import ReplicaView
+from shoal.fleet.view import ReplicaRole, ReplicaView
 from shoal.wire.connection import Cause, Connection, ConnectionClosed, dial
 from shoal.wire.messages import (
     Abort,
@@ -77,6 +77,7 @@ class EngineLink:
     def __init__(self, name: str, address: str, identity: Identity, directory: Directory) -> None:
         self.name = name
         self.address = address
+        self.role = ReplicaRole.BOTH  # as the controller says
         self.info: EngineInfo | None = None  # of the latest handshake
         self.incarnation = ""  # of the replica; the same
         self.view: View | None = None  # of the latest frame of the open connection
@@ -119,6 +120,9 @@ class EngineLink:
             unreported_tokens=unreported.tokens,
             unreported_new_tokens=unreported.new_tokens,
             costs=self._costs,
+            role=self.role,
+            kv_root=self.info.hash_root if self.info is not None and self.info.peers else b"",
+            fetch_token_ns=self.info.fetch_token_ns if self.info is not None else 0.0,
         )
 
     def lends(self, hash_root: bytes) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter as Tally
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from shoal.fleet.split import Reason
 from shoal.gateway.slo import Verdict
 from shoal.telemetry.metrics import new_registry
 
@@ -35,6 +36,7 @@ class Metrics:
             "aborted": counter("request_aborted", "Requests that nobody waits for any more", "reason", "class"),
         }
         self.retries = counter("request_retries", "Attempts after the first, before any token came")
+        self._splits = counter("split_requests", "Prompts placed where replicas have roles", "decision", "reason")
         self.batch_lines = counter("batch_lines", "Lines of batches that have their result, in full or not", "ok")
         self.queue_time = histogram(
             "request_queue_time_seconds", "From the whole request's arrival to its first slice", _LATENCY_S, "class"
@@ -66,6 +68,10 @@ class Metrics:
         self._prompt_tokens.inc(prompt_tokens)
         self._expected_tokens.inc(expected_tokens)
         self._cached_tokens.inc(cached_tokens)
+
+    def split(self, reason: Reason) -> None:
+        """Of one prompt: whether its answer is to be decoded by another replica."""
+        self._splits.labels("split" if reason is Reason.PAYS else "whole", reason).inc()
 
     def judge(self, service_class: str, verdict: Verdict) -> None:
         self._judged[service_class] += 1

@@ -21,6 +21,7 @@ from shoal.core.request import Peer
 from shoal.fleet import route, scorers
 from shoal.fleet.directory import Directory, Held
 from shoal.fleet.scorers import Errand
+from shoal.fleet.split import Reason
 from shoal.fleet.view import ReplicaView
 from shoal.gateway.link import EngineLink, Identity
 from shoal.wire.messages import EngineInfo, Members, Replica
@@ -36,6 +37,8 @@ class Place(NamedTuple):
     link: EngineLink
     cached_tokens: int  # of the prompt, that are believed to be there
     peer: Peer | None  # another replica, that holds more of it
+    then: EngineLink | None = None  # where it should go on from its first token on
+    reason: Reason | None = None  # why there, or why not; None: nothing was to be decided
 
 
 class Replicas:
@@ -89,7 +92,9 @@ class Replicas:
         if picked is None:
             return None
         link = self._links[picked.name]
-        return Place(link, picked.cached_tokens, self._peer(errand, link, picked.cached_tokens, held))
+        peer = self._peer(errand, link, picked.cached_tokens, held)
+        then = self._links[picked.then] if picked.then else None
+        return Place(link, picked.cached_tokens, peer, then, picked.reason)
 
     def _peer(self, errand: Errand, link: EngineLink, cached_tokens: int, held: Mapping[str, Held]) -> Peer | None:
         """Who holds most of the prompt on its device, if the replica may be sooner done with that than without."""
@@ -139,6 +144,7 @@ class Replicas:
                 self._links[name].address = replica.address  # dialled when the present connection ends
             else:
                 self._links[name] = self._link(name, replica.address)
+            self._links[name].role = replica.role
         if self._running:
             self._start()
         if members.replicas and members.replicas != self._members:

@@ -228,8 +228,8 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     info: EngineInfo | None = None
     pid: int = 0
     metrics: str = ""  # URL
-
     role: ReplicaRole = ReplicaRole.BOTH  # as the engine has it; in Members as the controller was told last
+
 
 class Supervised(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One process as its supervisor sees it."""
@@ -265,11 +265,11 @@ class Members(Message, frozen=True, tag="members"):
     replicas: tuple[Replica, ...]
 
 
-ToListener = Hello | Submit | Abort | KeepAlive | Ask | Taken | Release | Register | Report
 class Assign(Message, frozen=True, tag="assign"):
     """Controller → engine: its role from now on. It registers with it, so that a new controller knows it too."""
 
     role: ReplicaRole
 
 
+ToListener = Hello | Submit | Abort | KeepAlive | Ask | Taken | Release | Register | Report
 ToDialler = Challenge | Welcome | Rejected | Frame | Announce | Offer | Declined | Piece | Members | Assign
