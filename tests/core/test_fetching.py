@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from shoal.core.classes import DEFAULT_CLASSES
-from shoal.core.fetching import KNOWN_NS, LATENCY_NS, LEAST_LIMIT_NS, MAX_FETCHES, REST_NS
+from shoal.core.fetching import AHEAD_LIMIT_NS, KNOWN_NS, LATENCY_NS, LEAST_LIMIT_NS, MAX_FETCHES, REST_NS
 from shoal.core.kv.hashing import chain, root_key, scope_key
 from shoal.core.lending import LENT_SHARE
 from shoal.core.limits import Limits
-from shoal.core.plan import Accepted, Brought, Fetch, StepPlan, StepResult
-from shoal.core.request import Peer, RequestSpec
+from shoal.core.plan import Accepted, Brought, Ended, Fetch, StepPlan, StepResult
+from shoal.core.request import Finish, Peer, RequestSpec
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
 from tests.core.block_runner import BlockRunner
@@ -25,6 +25,22 @@ ROOT = root_key("m", "float32", "1", 4)
 STEPS = 150
 WORLDS: list[tuple[Composer, int]] = [("value", seed) for seed in range(24)]
 WORLDS += [("fcfs", seed) for seed in range(8)] + [("static", seed) for seed in range(4)]
+
+
+def ahead_of(spec: RequestSpec) -> RequestSpec:
+    """What brings its prefix before it comes."""
+    greedy = replace(spec.sampling, prompt_logprobs=None)
+    prompt = spec.prompt + spec.output
+    return replace(
+        spec,
+        id=f"{spec.id}, ahead",
+        prompt=prompt,
+        output=(),
+        max_tokens=0,
+        sampling=greedy,
+        leader=None,
+        prefetch=True,
+    )
 
 
 class PeerWorld(World):
@@ -40,8 +56,12 @@ class PeerWorld(World):
         for spec in random_specs(self.chance, self.submitted):
             peer = Peer(self.chance.choice("pqrstuvw"), "i", self.chance.randrange(12))
             spec = replace(spec, peer=self.chance.choice((peer, peer, None)))
-            if isinstance(self.scheduler.submit(spec, self.now_ns), Accepted):
-                self.clients[spec.id] = Client(spec)
+            specs = [spec]
+            if self.chance.random() < 0.3:
+                specs.insert(self.chance.randrange(2), ahead_of(spec))
+            for each in specs:
+                if isinstance(self.scheduler.submit(each, self.now_ns), Accepted):
+                    self.clients[each.id] = Client(each)
         self.submitted += 1
 
     def fetched(self) -> None:
@@ -330,3 +350,99 @@ def test_nothing_is_lent_of_what_is_not_here_and_no_lease_twice() -> None:
     clock.scheduler.unlend(2, 0)
     with pytest.raises(ValueError, match="lease 2"):
         clock.scheduler.unlend(2, 0)
+
+
+# -- fetching ahead ----------------------------------------------------------------------------------------------------
+
+
+def ends(clock: Clock) -> list[Ended]:
+    """Steps until there is nothing to do; how requests ended meanwhile."""
+    ended: list[Ended] = []
+    while (plan := clock.scheduler.plan(clock.now_ns)) is not None:
+        result = StepResult(plan.step, [7] * sum(part.sample for part in plan.slices))
+        ended += [each for each in clock.scheduler.apply(result, clock.now_ns) if isinstance(each, Ended)]
+        clock.scheduler.check()
+    return ended
+
+
+def ahead(clock: Clock, **fields: object) -> RequestSpec:
+    fields = {"id": "m", "prompt": tuple(range(41)), "max_tokens": 0, "peer": Peer("p", "i", 10)} | fields
+    spec = RequestSpec(prefetch=True, **fields)  # type: ignore[arg-type]
+    assert isinstance(clock.scheduler.submit(spec, clock.now_ns), Accepted)
+    return spec
+
+
+def test_a_prefetch_brings_blocks_and_computes_nothing() -> None:
+    clock = Clock(fetch_bytes_per_s=1e3)  # slower than computing; nobody waits for it
+    ahead(clock)
+    plan = clock.step()
+    (fetch,) = plan.fetches
+    assert not plan.slices and len(fetch.blocks) == 10
+    assert fetch.limit_ns == AHEAD_LIMIT_NS
+    (ended,) = clock.scheduler.fetched([Brought(fetch.number, 9, 1)], 0)
+    clock.scheduler.check()
+    assert ended == Ended("m", Finish.LENGTH, None, 0, 36)
+    view = clock.scheduler.view()
+    assert (view.free_blocks, view.cached_blocks, view.prefix_queries) == (91, 9, 0)
+    clock.submit("a", held=0)
+    assert [admit.computed for admit in clock.step().admits] == [36]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"peer": None}, {"peer": Peer("p", "i", 0)}, {"peer": Peer("rests", "i", 10)}, {"prompt": (1, 2, 3)}],
+)
+def test_where_nothing_can_be_fetched_that_is_told_at_once(fields: dict[str, object]) -> None:
+    clock = Clock()
+    clock.submit("a", first=100, address="rests")
+    clock.brought(clock.fetches()[0], 0)
+    for _ in clock.run():
+        pass
+    ahead(clock, **fields)
+    assert ends(clock) == [Ended("m", Finish.LENGTH, None, 0, 0)]
+
+
+def test_what_is_here_is_told_and_not_fetched_again() -> None:
+    clock = Clock()
+    clock.submit("a", held=0)
+    ends(clock)
+    ahead(clock)
+    assert ends(clock) == [Ended("m", Finish.LENGTH, None, 0, 40)]
+
+
+def test_nobody_makes_way_for_a_prefetch() -> None:
+    clock = Clock(num_blocks=20, max_model_len=80)
+    clock.submit("a", first=100, length=41, held=0)
+    clock.step()
+    ahead(clock)
+    plan = clock.step()
+    assert not plan.fetches and [part.id for part in plan.slices] == ["a"]
+    assert clock.scheduler.view().preemptions == 0
+
+
+def test_a_prefetch_that_is_taken_back_leaves_nothing_behind() -> None:
+    clock = Clock()
+    ahead(clock, id="waits")
+    assert [each.reason for each in clock.scheduler.abort("waits", 0) if isinstance(each, Ended)] == [Finish.ABORT]
+    clock.scheduler.check()
+    ahead(clock, id="comes")
+    (fetch,) = clock.fetches()
+    assert len(clock.scheduler.abort("comes", 0)) == 1
+    clock.brought(fetch, 10)
+    ahead(clock, id="told", peer=None)
+    assert clock.scheduler.plan(0) is not None
+    assert len(clock.scheduler.abort("told", 0)) == 1
+    clock.scheduler.check()
+    assert clock.scheduler.view().free_blocks == 100
+
+
+def test_a_replay_goes_on_where_others_would_be_refused_and_has_its_next_token_due() -> None:
+    classes = {name: replace(service, max_queue=0) for name, service in DEFAULT_CLASSES.items()}
+    clock = Clock()
+    clock.scheduler.limits = replace(clock.scheduler.limits, classes=classes)
+    spec = RequestSpec(id="r", prompt=tuple(range(9)), max_tokens=5)
+    assert not isinstance(clock.scheduler.submit(spec, 0), Accepted)
+    assert isinstance(clock.scheduler.submit(replace(spec, output=(7,)), 0), Accepted)
+    clock.plan()
+    request = clock.scheduler._requests["r"]
+    assert request.token_due_ns == request.tpot_ns > 0

@@ -101,6 +101,8 @@ class World:
         if plan is not None:
             again = {admit.id for admit in plan.admits} & set(plan.leaves)
             assert not again or before == self.scheduler.view().preemptions, f"{again} leave and enter in one step"
+            something = plan.slices or plan.ops or plan.fetches or self.scheduler._members.prefetched
+            assert something, "a plan of nothing, and nothing to tell"
             self.runner.launch(plan)
         return plan is not None
 

@@ -63,7 +63,7 @@ def _objections(
     name = spec.service_class
     if name not in limits.classes:
         yield Refusal.UNKNOWN_CLASS, f"service_class is {name!r}; there are {', '.join(sorted(limits.classes))}"
-    elif num_waiting >= limits.classes[name].max_queue:
+    elif num_waiting >= limits.classes[name].max_queue and not spec.output:  # else its client has half an answer
         yield (
             Refusal.QUEUE_FULL,
             f"{num_waiting} requests of class {name} wait; the limit is {limits.classes[name].max_queue}",

@@ -19,6 +19,7 @@ from shoal.core.tables import BlockTables
 MAX_FETCHES = 4  # at one time: as many as an engine carries out at once
 LATENCY_NS = 10_000_000  # to find the peer, to prove who asks, and until it has answered
 LEAST_LIMIT_NS = 200_000_000
+AHEAD_LIMIT_NS = 10_000_000_000  # where nobody waits for it
 REST_NS = 2_000_000_000  # a peer of which nothing came is not asked again for so long
 KNOWN_NS = 300_000_000_000  # what was learned of a peer is forgotten after so long without news: it may be faster now
 MAX_LINKS = 1024
@@ -67,15 +68,30 @@ class Fetching:
             return 0
         first = len(request.chain.matched)
         count = min(peer.num_blocks, (request.known - 1) // self._size) - first
-        if count <= num_in_host or len(self._flights) >= MAX_FETCHES:
+        if count <= num_in_host or self.full:
             return 0
-        link = self._links.get(peer.address)
-        if link is not None and now_ns < link.rests_until_ns:
+        if self._rests(peer, now_ns):
             return 0
         without_ns = self._parking.read_ns(num_in_host) if num_in_host else 0.0
         start = (first + num_in_host) * self._size
         without_ns += self._parking.recompute_ns((count - num_in_host) * self._size, start)
         return count if self._fetch_ns(peer, count, now_ns) < without_ns else 0
+
+    def find_ahead(self, request: Request, now_ns: int) -> int:
+        """How many blocks its peer should bring for a prefetch: whatever is not here, since nobody waits for it."""
+        peer, limits = request.spec.peer, self._limits
+        if peer is None or not limits.fetch_bytes_per_s or not limits.prefix_caching or self._rests(peer, now_ns):
+            return 0
+        return max(0, min(peer.num_blocks, (request.known - 1) // self._size) - len(request.chain.matched))
+
+    @property
+    def full(self) -> bool:
+        """As many are under way as can be."""
+        return len(self._flights) >= MAX_FETCHES
+
+    def _rests(self, peer: Peer, now_ns: int) -> bool:
+        link = self._links.get(peer.address)
+        return link is not None and now_ns < link.rests_until_ns
 
     def _fetch_ns(self, peer: Peer, num_blocks: int, now_ns: int) -> float:
         """Beside those that come from the same peer."""
@@ -96,7 +112,8 @@ class Fetching:
         places = range(first, first + count)
         keys = tuple([request.chain.key(i, tuple(request.tokens[i * size : (i + 1) * size])) for i in places])
         # By then it would have been computed: a peer that is slow or dead costs as much again, not more.
-        limit_ns = max(LEAST_LIMIT_NS, self._parking.recompute_ns(count * size, first * size))
+        least_ns = AHEAD_LIMIT_NS if request.spec.prefetch else LEAST_LIMIT_NS
+        limit_ns = max(least_ns, self._parking.recompute_ns(count * size, first * size))
         self._num_fetches += 1
         blocks = tuple(request.blocks[first : first + count])
         fetch = Fetch(self._num_fetches, request.id, peer.address, peer.incarnation, keys, blocks, limit_ns)

@@ -21,7 +21,8 @@ def check(scheduler: Scheduler) -> None:
     members.tables.check(running.values(), tables, members.returned, scheduler._step)
     parking.check(waiting, members.storing.host_tables())
     moving = parking.requests() + members.fetching.requests()
-    live = {request.id: request for request in (*waiting, *moving)} | running
+    ahead = members.prefetches + members.prefetched
+    live = {request.id: request for request in (*waiting, *moving, *ahead)} | running
     assert live == scheduler._requests, f"lost or kept too long: {live.keys() ^ scheduler._requests.keys()}"
     assert len(running) + members.num_returning <= scheduler.limits.max_running, f"{len(running)} requests run"
     assert members.num_returning == sum(r.state is State.RETURNING for r in moving), "returning"

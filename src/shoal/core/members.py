@@ -64,6 +64,8 @@ class Members:
         self.arrivals: list[Request] = []  # run again after a copy; the runner does not know them yet
         self.ops: list[KvOp] = []  # copies that the next plan starts
         self.fetches: list[Fetch] = []  # the same
+        self.prefetches: list[Request] = []  # wait to be sent for (prefetching.py)
+        self.prefetched: list[Request] = []  # done with, and nobody was told
         self.yielded: list[Request] = []  # preempted by the plan that is being made
         self.events: list[Event] = []  # of plan(), told by the next apply()
         self.now_ns = 0
@@ -175,8 +177,20 @@ class Members:
         """Fetches that are done, in any order. ValueError: one that is not under way."""
         for each in done:
             request = self.fetching.done(each, now_ns)
-            if request is not None:
+            if request is None:
+                continue
+            if request.spec.prefetch:
+                self._prefetched(request)
+            else:
                 self._returned(request, now_ns)
+
+    def _prefetched(self, request: Request) -> None:
+        """Its blocks are cached from now on."""
+        self.num_returning -= 1
+        self.tables.leave(request, self.returned)
+        request.move(State.FINISHED)
+        request.cached_tokens = request.computed
+        self.prefetched.append(request)
 
     def _returned(self, request: Request, now_ns: int) -> None:
         self.num_returning -= 1

@@ -97,7 +97,8 @@ class Brought(NamedTuple):
 class StepPlan:
     """One step of one replica. `step` counts from 1 without gaps; results return in the same order.
 
-    Where KV can only be moved, it has no slices: there is nothing to compute and its result brings nothing.
+    Where KV can only be moved, or there is only something to tell, it has no slices: nothing is computed and its result
+    brings nothing.
     """
 
     step: int

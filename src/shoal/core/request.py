@@ -101,6 +101,7 @@ class RequestSpec:
     salt: str = ""  # separates prefix caches; from the authenticated tenant, never from a body; "" is no salt
     prefix_keys: tuple[bytes, ...] = ()  # chained keys of the prompt's full blocks, where the gateway made them
     peer: Peer | None = None  # holds more of the prompt than the replica that is asked, as far as the gateway knows
+    prefetch: bool = False  # only bring what the peer holds of the prompt: nothing is computed, nothing waits for it
 
 
 class Account:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from shoal.core import invariants, pressing, pressure
+from shoal.core import invariants, prefetching, pressing, pressure
 from shoal.core.admission import refuse
 from shoal.core.bound import Promises
 from shoal.core.compose import COMPOSERS, Candidate, Chosen, Room, split
@@ -76,8 +76,7 @@ class Scheduler:
         self.cost = cost or StepCost()
         self._root = hash_root
         self._composer = COMPOSERS[limits.composer](limits)
-        self.on_disk = tuple(on_disk)  # at the start
-        self._members = Members(limits, self.cost, self._composer.make_line(), self.on_disk)
+        self._members = Members(limits, self.cost, self._composer.make_line(), on_disk)
         self._promises = Promises(limits, self.cost)
         self._requests: dict[str, Request] = {}  # all that have not ended
         self._hurry = Hurry()
@@ -109,6 +108,11 @@ class Scheduler:
         keys = spec.prefix_keys[: len(spec.prompt) // self.limits.block_tokens]
         chain = Chain(scope_key(self._root, spec.salt), keys)
         request = Request(spec, self._num_accepted + 1, chain, leader, self.limits.classes[spec.service_class])
+        if spec.prefetch:
+            self._num_accepted += 1
+            self._requests[spec.id] = request
+            self._members.prefetches.append(request)
+            return Accepted(spec.id)
         if self._composer.weighs:
             request.demand = self._promises.demand(request)
             if not self._promises.allow(request):
@@ -136,6 +140,9 @@ class Scheduler:
         if request is None:
             return []
         members = self._members
+        if request.spec.prefetch:
+            prefetching.end(members, request)
+            return [self._prefetched(request, Finish.ABORT)]
         members.events = [event for event in members.events if event.id != id]  # nothing is told after the end
         return [self._end(request, Finish.ABORT, None)]
 
@@ -170,7 +177,8 @@ class Scheduler:
         if not full:
             self._take_chunks(behind, part, crowded)
         ops = members.ops + members.parking.start_leaving(members.returned)
-        if not part.slices and not part.chunks and not ops and not members.fetches:
+        prefetching.start(members)
+        if not (part.slices or part.chunks or ops or members.fetches or members.prefetched):
             return None
         ops = (ops or members.sharing.start_spilling()) + members.storing.start_writing()
         self._some_left_out = len(part.decodes) + len(part.chunks) < num_running + len(part.admits)
@@ -200,7 +208,11 @@ class Scheduler:
         full = num_fit < len(decodes)
         if full and not self._composer.weighs:
             self._serve_first(decodes[num_fit])
-        part.decode(pressure.find_blocks(self._members, decodes[:num_fit] if full else decodes, part))
+        found = pressure.find_blocks(self._members, decodes[:num_fit] if full else decodes, part)
+        while num_fit and full and not found and len(decodes) > num_fit:  # the first ones were driven out
+            decodes = [each for each in decodes[num_fit:] if each.state is State.RUNNING]
+            found = pressure.find_blocks(self._members, decodes[:num_fit], part)
+        part.decode(found)
         return full and not self._composer.weighs
 
     def _in_time(self, decodes: list[Request], behind: list[Request], room: Room) -> tuple[list[Request], int]:
@@ -291,17 +303,24 @@ class Scheduler:
 
     def copied(self, done: Iterable[Copied], now_ns: int) -> list[Event]:
         """Copies that are done; those with the device in order of number. ValueError: another one was due."""
-        members = self._members
-        members.copied(done, now_ns)
-        events, members.events = members.events, []
-        return events
+        self._members.copied(done, now_ns)
+        return self._take_events()
 
     def fetched(self, done: Iterable[Brought], now_ns: int) -> list[Event]:
         """Fetches that are done, in any order. ValueError: one that is not under way."""
+        self._members.fetched(done, now_ns)
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        """Of the moves since the call before."""
         members = self._members
-        members.fetched(done, now_ns)
         events, members.events = members.events, []
-        return events
+        done, members.prefetched = members.prefetched, []
+        return events + [self._prefetched(request, Finish.LENGTH) for request in done]
+
+    def _prefetched(self, request: Request, reason: Finish) -> Ended:
+        del self._requests[request.id]
+        return Ended(request.id, reason, None, 0, max(0, request.cached_tokens))
 
     def apply(self, result: StepResult, now_ns: int) -> list[Event]:
         """What the oldest step in flight brought. ValueError: another step's result, or a wrong number of tokens."""
@@ -317,7 +336,7 @@ class Scheduler:
         if num_tokens:
             self.cost.update(flight.features, result.busy_ns)
             self._ns_per_token += 0.05 * (result.busy_ns / num_tokens - self._ns_per_token)
-        events, members.events = members.events, []
+        events = self._take_events()
         self._advance_chunks(flight, result, events, now_ns)
         num_decodes = len(flight.decodes)
         self._accept(flight.decodes, result.tokens[:num_decodes], result, events, 1)

@@ -39,6 +39,12 @@ class BlockTables:
 
     def enter(self, request: Request) -> None:
         """The request gets its table, and the tokens found in the prefix index count as computed."""
+        self.place(request)
+        self.num_queried += request.known
+        self.num_hit += request.computed
+
+    def place(self, request: Request) -> None:
+        """`enter` for one that computes nothing, and does not count as a look-up."""
         hits = request.chain.matched
         blocks = self.pool.acquire(hits)
         blocks += self.pool.allocate(-(-request.known // self._size) - len(hits))
@@ -46,8 +52,6 @@ class BlockTables:
         request.capacity = len(blocks) * self._size
         request.scheduled = request.computed = len(hits) * self._size
         request.chain.adopt(hits)
-        self.num_queried += request.known
-        self.num_hit += request.computed
 
     def grow(self, request: Request) -> tuple[int, ...]:
         """One more block."""

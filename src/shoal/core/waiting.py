@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from shoal.core.classes import ServiceClass
-from shoal.core.request import Account, Request
+from shoal.core.request import NEVER_NS, Account, Request
 
 _order = attrgetter("order")
 _served = attrgetter("served_ns", "id")
@@ -73,7 +73,9 @@ class Line:
         """Those that arrived since the last plan: they wait from now on, and as long as they had waited elsewhere."""
         for request in self._fresh:
             request.arrived_ns = request.served_ns = max(0, now_ns - request.spec.waited_ns)
-            if request.ttft_ns:
+            if request.num_output:  # it goes on with what another replica began
+                request.token_due_ns = now_ns + request.tpot_ns if request.tpot_ns else NEVER_NS
+            elif request.ttft_ns:
                 request.token_due_ns = request.arrived_ns + request.ttft_ns
             self._time(request)
         fresh, self._fresh = self._fresh, []

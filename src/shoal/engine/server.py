@@ -106,7 +106,7 @@ class Server:
             session.announce("step", predicted_ns)
 
     def _pulse(self) -> Pulse:
-        return Pulse(self._view, self.ready, Costs(coefficients=self._costs()))
+        return Pulse(self._view, self.ready, self.draining, Costs(coefficients=self._costs()))
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.role is not Role.GATEWAY:

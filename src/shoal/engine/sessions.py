@@ -27,6 +27,7 @@ class Pulse:
 
     view: View
     ready: bool
+    draining: bool
     costs: Costs
 
 
@@ -113,6 +114,7 @@ class Session:
             refused=tuple(self._refused),
             costs=costs,
             ready=pulse.ready,
+            draining=pulse.draining,
             kv=self._kv(now_s),
         )
         self._updates.clear()

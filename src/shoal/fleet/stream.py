@@ -4,7 +4,11 @@ The choices (n) of a prompt travel together: same replica, same attempt.
 
     WAITING ──sent──► SENT ──first news──► STREAMING ──every choice ended──► ENDED
        ▲                │                      │
-       └── lost, ≤ 2 ───┘                      └── lost: FAILED (the client has half an answer: it must be told)
+       └──── lost ──────┴──── lost, moved ─────┘        lost too often, or nobody is left: FAILED
+
+A request of which nothing came back starts over, at most twice and within a budget for all requests. One that was
+streaming is replayed: the next replica gets the tokens that were delivered and goes on behind them. A move is a replay
+that was prepared (gateway/moving.py): the replica that has it is told to drop it at the same moment.
 
 The seam is checked here: the token indices of a choice run 0, 1, 2 … without gap or repeat, and a choice ends once.
 """
@@ -12,13 +16,15 @@ The seam is checked here: the token indices of a choice run 0, 1, 2 … without 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from shoal.core.request import Finish, Refusal
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 3  # of a request of which nothing came back
+MAX_REPLAYS = 3  # after a loss; moves do not count
+_NOT_NOW = {Refusal.DRAINING, Refusal.QUEUE_FULL, Refusal.WAITING_BOUND}  # another replica may take it
 
 
 class Phase(StrEnum):
@@ -32,7 +38,7 @@ class Phase(StrEnum):
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.SENT, Phase.FAILED}),
     Phase.SENT: frozenset({Phase.WAITING, Phase.STREAMING, Phase.FAILED}),
-    Phase.STREAMING: frozenset({Phase.ENDED, Phase.FAILED}),
+    Phase.STREAMING: frozenset({Phase.WAITING, Phase.ENDED, Phase.FAILED}),
     Phase.ENDED: frozenset(),
     Phase.FAILED: frozenset(),
 }
@@ -65,7 +71,7 @@ class Withdraw(NamedTuple):
 
 
 class SendAgain(NamedTuple):
-    """Pick a replica, rather not one of `avoid`, and send every choice to it, `wait_ms` from now."""
+    """Pick a replica, rather not one of `avoid`, and send every open choice to it, `wait_ms` from now."""
 
     wait_ms: int  # before jitter
     avoid: frozenset[str]
@@ -101,7 +107,7 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class _Choice:
-    next_index: int = 0
+    tokens: list[int] = field(default_factory=list)  # delivered
     open: bool = True
 
 
@@ -112,6 +118,8 @@ class Stream:
         self.phase = Phase.WAITING
         self.attempt = 0  # of the open or latest attempt; counts from 1
         self.replica = ""
+        self.num_replays = 0
+        self._loss: tuple[str, str] | None = None  # reason and message of the latest
         self._avoid: frozenset[str] = frozenset()
         self._next_scored = 1
         self._budget = budget
@@ -124,6 +132,15 @@ class Stream:
     def open_choices(self) -> tuple[int, ...]:
         return tuple(number for number, choice in enumerate(self._choices) if choice.open)
 
+    @property
+    def begun(self) -> bool:
+        """Part of the answer was delivered."""
+        return any(choice.tokens or not choice.open for choice in self._choices)
+
+    def delivered(self, choice: int) -> Sequence[int]:
+        """Its tokens so far."""
+        return self._choices[choice].tokens
+
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def sent(self, replica: str) -> None:
@@ -131,6 +148,8 @@ class Stream:
         self._move(Phase.SENT)
         self.attempt += 1
         self.replica = replica
+        if not self._choices[0].tokens:
+            self._next_scored = 1  # a prompt's scores come before the first token, anew in each attempt
 
     def update(
         self,
@@ -147,11 +166,11 @@ class Stream:
             return []  # late news of something withdrawn
         effects: list[Effect] = []
         if tokens:
-            if index != state.next_index:
-                return self._fail("seam_broken", f"token {state.next_index} was due and {index} came")
+            if index != len(state.tokens):
+                return self._fail("seam_broken", f"token {len(state.tokens)} was due and {index} came")
             if logprobs and len(logprobs) != len(tokens):
                 return self._fail("seam_broken", f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
-            state.next_index += len(tokens)
+            state.tokens += tokens
             num_silent = int(ending is not None and ending[1] is not None)
             effects.append(Deliver(choice, tokens, logprobs, num_silent))
         self.committed()
@@ -170,7 +189,7 @@ class Stream:
         return []
 
     def committed(self) -> None:
-        """Something of the answer came back: from now on the request cannot silently start over."""
+        """Something of the answer came back."""
         if self.phase is Phase.SENT:
             self._move(Phase.STREAMING)
 
@@ -178,23 +197,40 @@ class Stream:
         """The replica did not accept a choice."""
         if self.over:
             return []
-        if reason is Refusal.DRAINING:
+        if reason is Refusal.DRAINING or (self.begun and reason in _NOT_NOW):
             return self.lost(reason.value, message)
         return self._fail(reason.value, message)
 
     def lost(self, reason: str, message: str) -> list[Effect]:
-        """The replica, or the way to it, is gone."""
-        if self.over:
+        """The replica, or the way to it, is gone, or it cannot go on."""
+        if self.over or self.phase is Phase.WAITING:
             return []
-        if self.phase is not Phase.SENT or self.attempt >= MAX_ATTEMPTS or not self._budget.take():
-            return self._fail(reason, message, reachable=False)
+        self._loss = (reason, message)
+        if self.begun:
+            if self.num_replays >= MAX_REPLAYS:
+                return self._fail(reason, message)
+            self.num_replays += 1
+            wait_ms = 0 if self.num_replays == 1 else 50 << self.num_replays
+        elif self.attempt >= MAX_ATTEMPTS or not self._budget.take():
+            return self._fail(reason, message)
+        else:
+            wait_ms = 50 << (self.attempt - 1)
+        working = self.open_choices()
         self._move(Phase.WAITING)
         self._avoid |= {self.replica}
-        return [SendAgain(50 << (self.attempt - 1), self._avoid)]
+        return [Withdraw(working), SendAgain(wait_ms, self._avoid)]
+
+    def moved(self) -> list[Effect]:
+        """Another replica is ready to go on; `sent` follows at once. Empty: there is nothing to move."""
+        if self.phase is not Phase.STREAMING:
+            return []
+        working = self.open_choices()
+        self._move(Phase.WAITING)
+        return [Withdraw(working)]
 
     def unplaced(self, reason: str, message: str) -> list[Effect]:
-        """No replica could be found for the next attempt."""
-        return [] if self.over else self._fail(reason, message, reachable=False)
+        """No replica could be found for the next attempt. Where one was lost, that is what the client should know."""
+        return [] if self.over else self._fail(*(self._loss or (reason, message)))
 
     def enough(self, choice: int) -> list[Effect]:
         """The gateway has all that it wants of a choice (a stop string was found)."""
@@ -221,8 +257,7 @@ class Stream:
         message: str,
     ) -> list[Effect]:
         if reason in _ABNORMAL:
-            self._choices[choice].open = False
-            return self._fail(reason=_ABNORMAL[reason], message=message or f"the replica ended it with {reason}")
+            return self.lost(_ABNORMAL[reason], message or f"the replica ended it with {reason}")
         if stop_token is not None and (not tokens or tokens[-1] != stop_token):
             self._choices[choice].open = False
             return self._fail("seam_broken", "the stop token is not the last token")
@@ -235,9 +270,9 @@ class Stream:
             self.committed()
             self._move(Phase.ENDED)
 
-    def _fail(self, reason: str, message: str, *, reachable: bool = True) -> list[Effect]:
-        """Ends every choice. Where the replica still works on some and can be told, it is told."""
-        working = self.open_choices() if reachable and self.phase in (Phase.SENT, Phase.STREAMING) else ()
+    def _fail(self, reason: str, message: str) -> list[Effect]:
+        """Ends every choice. Where a replica may still work on some, it is told."""
+        working = self.open_choices() if self.phase in (Phase.SENT, Phase.STREAMING) else ()
         for choice in self._choices:
             choice.open = False
         self._move(Phase.FAILED)

@@ -24,13 +24,15 @@ from shoal.gateway.errors import ApiError, Reason, internal
 from shoal.gateway.job import Job, Order
 from shoal.gateway.link import EngineLink
 from shoal.gateway.metrics import Metrics
+from shoal.gateway.moving import Move, Outcome
 from shoal.gateway.output import ChoiceOutput
 from shoal.gateway.prompts import off_loop
-from shoal.gateway.replicas import Replicas
+from shoal.gateway.replicas import Place, Replicas
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.wire.messages import EngineInfo, Refusing, Update
 
 TICK_S = 0.25
+MAX_MOVES = 4  # at one time, away from replicas that end: as many as a replica fetches and lends for
 
 log = logging.getLogger("shoal.gateway")
 
@@ -49,8 +51,10 @@ class Attempts:
         self._dispatcher = dispatcher
         self._stream = stream.Stream(len(specs), dispatcher.budget)
         self._link: EngineLink | None = None
-        self._ids: tuple[str, ...] = ()  # of the open attempt
-        self._expected_tokens = 0  # of its prompt, that its replica was believed to hold
+        self._ids: dict[int, str] = {}  # of the open attempt, by choice
+        self._expected_tokens = 0  # of its prompt, that its first replica was believed to hold
+        self._move: Move | None = None  # under way
+        self._seam_s: float | None = None  # when the last token came that another replica sent
         self._retry: asyncio.TimerHandle | None = None
         self._waits_since_s = job.order.asked_s  # without a slice
         self._retry_after_s: float | None = None  # as the replica that refused it says
@@ -60,10 +64,15 @@ class Attempts:
         if place is None:
             self._perform(self._stream.unplaced(Reason.NO_REPLICA, "no replica can take the request"))
             return
-        self._link, self._expected_tokens = place.link, place.cached_tokens
+        self._send(place)
+
+    def _send(self, place: Place) -> None:
+        if not self._stream.attempt:
+            self._expected_tokens = place.cached_tokens
+        self._link = place.link
         self._stream.sent(place.link.name)
         specs = self._for_this_attempt(place.link, place.peer)
-        self._ids = tuple(spec.id for spec in specs)
+        self._ids = {spec.choice: spec.id for spec in specs}
         place.link.submit(specs, self, cached_tokens=place.cached_tokens)
 
     def _errand(self, avoid: frozenset[str]) -> Errand:
@@ -72,13 +81,65 @@ class Attempts:
             avoid=avoid,
             keys=leader.prefix_keys if leader.sampling.prompt_logprobs is None else (),  # else all is computed
             block_tokens=self._block_tokens,
-            prompt_tokens=len(leader.prompt),
+            prompt_tokens=len(leader.prompt) + max(map(len, map(self._stream.delivered, range(len(self._specs))))),
         )
 
     def cancel(self, why: str) -> None:
         if self._retry is not None:
             self._retry.cancel()
         self._perform(self._stream.cancel(), why)
+
+    # -- moving --------------------------------------------------------------------------------------------------------
+
+    @property
+    def link(self) -> EngineLink | None:
+        """The replica that it streams from."""
+        return self._link if self._stream.phase is stream.Phase.STREAMING else None
+
+    @property
+    def moving(self) -> bool:
+        return self._move is not None
+
+    def elsewhere(self) -> EngineLink | None:
+        """Another replica, the best one, where it could go on."""
+        if self._link is None:
+            return None
+        place = self._dispatcher.replicas.pick(self._errand(frozenset({self._link.name})))
+        return None if place is None or place.link is self._link else place.link
+
+    def move(self, target: EngineLink) -> bool:
+        """Begins to move it there, unless it cannot be moved or is moving already."""
+        source = self.link
+        if source is None or self._move is not None or source is target or not target.ready:
+            return False
+        infos = [each.info for each in (source, target)]  # a source that ends lends all the same
+        if any(info is None or not info.peers or info.hash_root != self._hash_root for info in infos):
+            return False
+        self._move = Move(source, target, self._so_far, self._move_over)
+        self._move.begin()
+        return True
+
+    def _so_far(self) -> list[RequestSpec]:
+        if self.link is None:
+            return []
+        return [
+            replace(self._specs[choice], prompt=self._specs[choice].prompt + tuple(self._stream.delivered(choice)))
+            for choice in self._stream.open_choices()
+        ]
+
+    def _move_over(self, outcome: Outcome) -> None:
+        move, self._move = self._move, None
+        assert move is not None
+        if outcome is Outcome.MOVED:
+            self._perform(self._stream.moved(), "moved")
+            owner = move.source.info
+            assert owner is not None
+            num_tokens = len(self._specs[0].prompt) + len(self._stream.delivered(self._stream.open_choices()[0]))
+            peer = Peer(owner.peers, move.source.incarnation, num_tokens // self._block_tokens)
+            self._seam_s = time.monotonic() if self._job.last_token_s is None else self._job.last_token_s
+            self._send(Place(move.target, num_tokens, peer))
+        self._dispatcher.metrics.moves.labels(outcome).inc()
+        log.info("request.moved", {"id": self._job.order.id, "outcome": outcome, "to": move.target.name})
 
     # -- what the link reports -----------------------------------------------------------------------------------------
 
@@ -101,8 +162,12 @@ class Attempts:
 
     def _update(self, choice: int, update: Update) -> None:
         if update.waited_ns is not None:
-            self._waits_since_s = time.monotonic()
             self._job.began(update.waited_ns)
+        if update.waited_ns is not None or update.tokens:
+            self._waits_since_s = time.monotonic()
+        if update.tokens and self._seam_s is not None:
+            self._dispatcher.metrics.move_pause.observe(time.monotonic() - self._seam_s)
+            self._seam_s = None
         if not (update.tokens or update.prompt_logprobs or update.ending):
             return  # nothing of the answer came back, so the request can still start over elsewhere
         if update.prompt_logprobs:
@@ -124,13 +189,18 @@ class Attempts:
                 case stream.Ended():
                     self._end(effect)
                 case stream.Withdraw():
-                    if self._link is not None:
-                        self._link.abort([self._ids[choice] for choice in effect.choices], why)
+                    self._withdraw(effect.choices, why)
                 case stream.SendAgain():
                     self._send_again(effect)
                 case stream.Failed():
                     failure = ApiError(effect.reason, effect.message, retry_after_s=self._retry_after_s)
                     self._job.fail(failure)
+
+    def _withdraw(self, choices: Sequence[int], why: str) -> None:
+        if self._link is not None:
+            self._link.abort([self._ids[choice] for choice in choices], why)
+        if self._move is not None and self.link is None:
+            self._move.give_up()
 
     def _output(self, choice: int) -> ChoiceOutput:
         return self._job.outputs[self._prompt * len(self._specs) + choice]
@@ -147,16 +217,20 @@ class Attempts:
     def _end(self, effect: stream.Ended) -> None:
         output = self._output(effect.choice)
         if effect.choice == 0:
-            self._job.cached_tokens += effect.cached_tokens
-            self._dispatcher.metrics.prefix(len(self._specs[0].prompt), self._expected_tokens, effect.cached_tokens)
+            # Of a replay, what the first replica had to compute is cached at the next: none of the client's savings.
+            cached_tokens = effect.cached_tokens if self._stream.attempt == 1 else self._expected_tokens
+            self._job.cached_tokens += cached_tokens
+            self._dispatcher.metrics.prefix(len(self._specs[0].prompt), self._expected_tokens, cached_tokens)
         if output.finish is None:
             self._job.add(output.end(effect.reason))
 
     def _send_again(self, effect: stream.SendAgain) -> None:
-        if self._link is not None:
-            self._link.forget(self._ids)
-        self._dispatcher.metrics.retries.inc()
-        log.info("request.retried", {"id": self._job.order.id, "attempt": self._stream.attempt + 1})
+        if self._stream.begun:
+            self._dispatcher.metrics.replays.inc()
+        else:
+            self._dispatcher.metrics.retries.inc()
+        detail = {"attempt": self._stream.attempt + 1, "begun": self._stream.begun}
+        log.info("request.retried", {"id": self._job.order.id} | detail)
         wait_s = effect.wait_ms / 1000 * random.uniform(1.0, 2.0)
         self._retry = asyncio.get_running_loop().call_later(wait_s, self.place, effect.avoid)
 
@@ -165,16 +239,22 @@ class Attempts:
         same_root = link.info is not None and link.info.hash_root == self._hash_root
         suffix = "" if self._stream.attempt == 1 else f".{self._stream.attempt}"
         waited_ns = int((time.monotonic() - self._waits_since_s) * 1e9)
+        specs = [self._specs[choice] for choice in self._stream.open_choices()]
+        leader = specs[0].id + suffix
+        if not self._stream.delivered(0):
+            self._job.prompt_scores[self._prompt].clear()  # they come again
         return [
             replace(
                 spec,
                 id=spec.id + suffix,
-                leader=None if spec.leader is None else spec.leader + suffix,
+                leader=None if spec is specs[0] else leader,
+                output=tuple(self._stream.delivered(spec.choice)),
+                sampling=replace(spec.sampling, prompt_logprobs=None) if self._stream.delivered(0) else spec.sampling,
                 waited_ns=waited_ns,
                 prefix_keys=spec.prefix_keys if same_root else (),
                 peer=peer if same_root else None,
             )
-            for spec in self._specs
+            for spec in specs
         ]
 
 
@@ -263,11 +343,25 @@ class Dispatcher:
                 if now - job.order.arrived_s > limit_s:
                     job.fail(ApiError(Reason.TIMEOUT, f"not done within {limit_s:g} s"))
                 job.nudge(now)
+            self._evacuate()
             self.metrics.in_flight.set(len(self._jobs))
             self.metrics.replicas_ready.set(sum(view.ready for view in self.replicas.views()))
             self.metrics.directory_blocks.set(self.replicas.directory.num_held)
             self.metrics.directory_bytes.set(self.replicas.directory.num_bytes)
             await asyncio.sleep(TICK_S)
+
+    def _evacuate(self) -> None:
+        """Streams leave replicas that are about to end, a few at a time."""
+        if not any(link.draining for link in self.replicas.links):
+            return
+        streams = [attempts for job in self._jobs.values() for attempts in job.attempts]
+        num_moving = sum(attempts.moving for attempts in streams)
+        for attempts in streams:
+            if num_moving >= MAX_MOVES:
+                return
+            if attempts.link is not None and attempts.link.draining and not attempts.moving:
+                target = attempts.elsewhere()
+                num_moving += target is not None and attempts.move(target)
 
     def fail_all(self) -> None:
         for job in list(self._jobs.values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.core.plan import Logprobs
 from shoal.gateway import choices
@@ -18,11 +18,10 @@ from shoal.gateway.tenants import Hold
 from shoal.gateway.terms import Terms
 from shoal.gateway.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from shoal.gateway.dispatch import Attempts
+
 QUIET_S = 10.0  # without news for this long, a stream gets a comment line (proxies cut idle connections)
-
-
-class Withdrawable(Protocol):
-    def cancel(self, why: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class Job:
 
     def __init__(self, order: Order, metrics: Metrics, tokenizer: Tokenizer) -> None:
         self.order = order
-        self.attempts: list[Withdrawable] = []
+        self.attempts: list[Attempts] = []  # one a prompt
         self.failure: ApiError | None = None
         self.cancelled: str | None = None  # why
         self.prompt_scores: list[list[Logprobs]] = [[] for _ in order.prompts]
@@ -96,6 +95,11 @@ class Job:
     def finish_reason(self) -> str:
         """Of the request as a whole: "length" where any choice was cut there."""
         return "length" if any(output.finish == "length" for output in self.outputs) else "stop"
+
+    @property
+    def last_token_s(self) -> float | None:
+        """When the newest token came, of any choice."""
+        return max(self._last_s) or None
 
     @property
     def num_prompt_tokens(self) -> int:

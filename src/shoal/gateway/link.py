@@ -50,7 +50,7 @@ class Identity:
 
 
 class Sink(Protocol):
-    """Who hears what a replica says of a choice. `choice` is the number given at `submit`."""
+    """Who hears what a replica says of a choice: `RequestSpec.choice`."""
 
     def on_update(self, choice: int, update: Update) -> None: ...
 
@@ -81,6 +81,7 @@ class EngineLink:
         self.info: EngineInfo | None = None  # of the latest handshake
         self.incarnation = ""  # of the replica; the same
         self.view: View | None = None  # of the latest frame of the open connection
+        self.draining = False  # by the latest frame: it is about to end
         self.retired = False  # no longer a member: served until its connection ends, then not dialled again
         self._identity = identity
         self._directory = directory
@@ -143,15 +144,21 @@ class EngineLink:
     # -- towards the replica -------------------------------------------------------------------------------------------
 
     def submit(self, specs: Sequence[RequestSpec], sink: Sink, *, cached_tokens: int = 0) -> None:
-        """Sends the choices of one prompt, leader first. The sink hears of choice 0, 1 … in their order.
+        """Sends choices of one prompt, leader first. The sink hears of them by `RequestSpec.choice`.
 
-        `cached_tokens`: of the prompt, that need not be computed as far as is known.
+        `cached_tokens`: of the prompt and what is there of the output, that need not be computed as far as is known.
         """
-        for choice, spec in enumerate(specs):
-            self._sinks[spec.id] = (sink, choice)
-        num_tokens = len(specs[0].prompt)
+        num_tokens = len(specs[0].prompt) + len(specs[0].output)
         sent = _Sent(len(specs), len(specs) * num_tokens, num_tokens - cached_tokens)  # computed once for all of them
         self._unreported = (self._unreported[0].and_also(sent), self._unreported[1])
+        self._submit(specs, sink)
+
+    def prefetch(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
+        """`submit` for specs that compute nothing."""
+        self._submit(specs, sink)
+
+    def _submit(self, specs: Sequence[RequestSpec], sink: Sink) -> None:
+        self._sinks.update({spec.id: (sink, spec.choice) for spec in specs})
         self._send(Submit(specs=tuple(specs)))
 
     def abort(self, ids: Iterable[str], reason: str) -> None:
@@ -159,10 +166,6 @@ class EngineLink:
         known = tuple(id for id in ids if self._sinks.pop(id, None) is not None)
         if known:
             self._send(Abort(ids=known, reason=reason))
-
-    def forget(self, ids: Iterable[str]) -> None:
-        for id in ids:
-            self._sinks.pop(id, None)
 
     def _send(self, message: Message) -> None:
         """In order, and never more than the connection takes: a large prompt must not overflow its outbox."""
@@ -221,7 +224,7 @@ class EngineLink:
             self._disconnected("the gateway gave up the connection")
 
     def _disconnected(self, why: str) -> None:
-        self._connection, self.view, self._ready = None, None, False
+        self._connection, self.view, self._ready, self.draining = None, None, False, False
         self._directory.forget(self.name)
         self._outgoing.clear()
         self._unreported = (_Sent(), _Sent())
@@ -243,7 +246,7 @@ class EngineLink:
         if self.view is None or view.step != self.view.step or view.num_running + view.num_waiting == 0:
             self._progress_s = now
             self._announced_ns = 0
-        self.view, self._ready = view, frame.ready
+        self.view, self._ready, self.draining = view, frame.ready, frame.draining
         self._unreported = (_Sent(), self._unreported[0])
         if frame.costs is not None and _sane(frame.costs.coefficients):
             self._costs = frame.costs.coefficients

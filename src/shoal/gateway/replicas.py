@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,6 +80,10 @@ class Replicas:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    @property
+    def links(self) -> Collection[EngineLink]:
+        return self._links.values()
 
     # -- what dispatch asks --------------------------------------------------------------------------------------------
 

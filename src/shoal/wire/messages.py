@@ -145,6 +145,7 @@ class Frame(Message, frozen=True, tag="frame"):
     refused: tuple[Refusing, ...] = ()
     costs: Costs | None = None  # when they changed since the last frame
     ready: bool = True
+    draining: bool = False  # it ends soon: streams had better go on elsewhere
     kv: KvNews | None = None
 
 
