@@ -14,6 +14,7 @@ from shoal.core.limits import Limits
 from shoal.core.request import Finish, Peer, RequestSpec, Sampling
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost
+from shoal.engine import main
 from shoal.engine.config import EngineConfig
 from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.runner import Runner, load
@@ -233,3 +234,15 @@ def test_one_that_is_aborted_during_its_fetch_leaves_nothing(model: Path, tmp_pa
             assert (await other.end("c"))[0] == expected
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("most", "believed"), [(0, 2e6), (1_000_000, 1e6), (3_000_000, 2e6)])
+def test_no_more_is_expected_than_may_be_fetched(model: Path, most: int, believed: float) -> None:
+    config = EngineConfig(
+        dtype="float32",
+        threads=1,
+        kv_cache_bytes=64 * 8192,
+        peer_bytes_per_s=2_000_000,
+        peer_max_bytes_per_s=most,
+    )
+    assert main.build(model, config, "tiny").scheduler.limits.fetch_bytes_per_s == believed

@@ -112,6 +112,15 @@ class EngineConfig:
             description="what another engine is believed to send before it was measured; 0: nothing is fetched",
         ),
     ] = 500_000_000
+    peer_max_bytes_per_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            extra_json_schema={"unit": "bytes/s"},
+            description="most that is fetched from other engines, and as much again that is lent to them, so that "
+            "computing has the rest of the memory's bandwidth; 0: no limit",
+        ),
+    ] = 0
     role: Annotated[
         Literal["both", "prefill", "decode"],
         Meta(

@@ -92,8 +92,10 @@ def build(
     )
     peers = None
     if config.peer_address:
-        peers = Peers(runner.blocks, config.peer_address)
-        limits = replace(limits, fetch_bytes_per_s=float(config.peer_bytes_per_s))
+        most = config.peer_max_bytes_per_s
+        peers = Peers(runner.blocks, config.peer_address, max_bytes_per_s=most)
+        believed = min(config.peer_bytes_per_s, most) if most else config.peer_bytes_per_s
+        limits = replace(limits, fetch_bytes_per_s=float(believed))
     copier = disk = None
     if runner.host is not None:
         disk = _disk(runner, config)

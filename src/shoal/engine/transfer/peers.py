@@ -6,6 +6,7 @@ step thread:  plan ─► fetch ─► Fetcher ─► blocks of the device ─�
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -62,16 +63,26 @@ class _Lent:
 class Peers:
     """Implements the Peers protocol of loop.py. Nothing is fetched or lent before `open`."""
 
-    def __init__(self, blocks: Blocks, address: str, transports: Sequence[Transport] | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        address: str,
+        transports: Sequence[Transport] | None = None,
+        *,
+        max_bytes_per_s: int = 0,
+    ) -> None:
         """`address`: where it lends, "tcp:host:port" or "unix:/path". Without `transports`: shared memory where it
-        leads to the other engine, else TCP. Raises ValueError for an address that is none."""
+        leads to the other engine, else TCP. `max_bytes_per_s`: lent, and fetched; 0 is as fast as it goes. Raises
+        ValueError for an address that is none."""
         where = addresses.parse(address)
         host = where.host if isinstance(where, addresses.TcpAddress) else "127.0.0.1"
-        self.fetched_blocks = self.fetched_bytes = 0
+        self.fetched_blocks = self.fetched_bytes = 0  # bytes are counted as they come
         self.failed: Counter[str] = Counter()  # fetches that did not bring all, by reason
         self._blocks = blocks
         self._address = address
         self._transports: Sequence[Transport] = [Shm(), Tcp(host)] if transports is None else transports
+        self._max_bytes_per_s = max_bytes_per_s
+        self._counting = threading.Lock()
         self._fetcher: Fetcher
         self._lender: Lender | None = None
 
