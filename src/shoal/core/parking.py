@@ -34,7 +34,7 @@ class Copy:
     held: list[int]  # device blocks that stay as they are until it is done
     request: Request | None = None  # whose KV moves
     spilled: list[Entry] = field(default_factory=list)  # prefix blocks that go to the host
-    read: Sequence[HostEntry] = ()  # prefix blocks that come from there
+    read: Sequence[HostEntry] = ()  # prefix blocks that stay in the host tier meanwhile; back: those that are copied
 
 
 class Parking:
@@ -145,6 +145,8 @@ class Parking:
                 self.host.forget(copy.read[place])
         for entry, block in zip(copy.spilled, op.host_blocks, strict=False):
             self.host.store(entry, block)
+        if copy.spilled:
+            self.host.used([entry.key for entry in reversed(copy.spilled[-1].path())])
         if request is None or request.state is State.FINISHED:
             self._tables.pool.release(copy.held)
             if request is not None:

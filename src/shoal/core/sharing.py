@@ -45,18 +45,24 @@ class Sharing:
         """At most one copy, and none before those of requests."""
         while self._tails and not self._parking.busy:
             path = [entry for entry in self._tails[0].path() if entry.live]
+            found = [self._host.find(entry.key) for entry in path]
+            there = [each for each in found if each is not None]
+            missing = [place for place, each in enumerate(found) if each is None]
             self._host.used([entry.key for entry in reversed(path)])
-            missing = [place for place, entry in enumerate(path) if self._host.find(entry.key) is None]
             if not missing or not self._pays(missing[0], len(missing)):
                 self._tails.popleft()
                 continue
+            self._host.hold(there)  # no prefix makes room for its own end
             missing = missing[: min(MAX_COPY_BLOCKS, self._host.num_available)]
-            if not missing:
-                return []
-            entries = [path[place] for place in missing]
-            held = self._tables.pool.acquire(path[: missing[-1] + 1])
-            device, host = [entry.block for entry in entries], self._host.allocate(len(entries))
-            return [self._parking.start(True, device, host, held, spilled=entries)]
+            if missing:
+                entries = [path[place] for place in missing]
+                held = self._tables.pool.acquire(path[: missing[-1] + 1])
+                device, host = [entry.block for entry in entries], self._host.allocate(len(entries))
+                return [self._parking.start(True, device, host, held, spilled=entries, read=there)]
+            self._host.let_go(there)
+            if not there:
+                return []  # the tier is full of what others own
+            self._tails.popleft()
         return []
 
     def _pays(self, first: int, num_blocks: int) -> bool:
@@ -75,22 +81,15 @@ class Sharing:
         date."""
         if not self._enabled or not self._host.num_cached or request.spec.sampling.prompt_logprobs is not None:
             return []
-        found: list[HostEntry] = []
-        for _, key, _, check in request.chain.beyond(request.tokens, self._size, (request.known - 1) // self._size):
-            entry = self._host.find(key)
-            if entry is None:
-                break
-            if entry.check != check:
-                self._tables.index.collisions += 1
-                break
-            found.append(entry)
+        end = (request.known - 1) // self._size
+        found = self._host.match(request.chain, request.tokens, self._size, end)
         return found if found and self._pays(len(request.chain.matched), len(found)) else []
 
     def bring(self, request: Request, entries: Sequence[HostEntry]) -> KvOp:
         """Into the table that it has just got."""
         first = request.computed // self._size
         self._host.hold(entries)
-        self._host.used([entry.key for entry in reversed(entries)])
+        self._host.used(reversed(request.chain.keys[: first + len(entries)]))
         self._coming.update([entry.key for entry in entries])
         self.num_hit += len(entries) * self._size
         request.kept = (first + len(entries)) * self._size

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from itertools import islice
 
 from shoal.core.kv.news import HOST
-from shoal.core.kv.prefix import Entry, PrefixIndex
+from shoal.core.kv.prefix import Chain, Entry, PrefixIndex
 
 
 class HostEntry:
     """A prefix block; the fields that it shares with kv.prefix.Entry mean the same."""
 
-    __slots__ = ("block", "check", "key", "num_readers", "parent", "tokens")
+    __slots__ = ("block", "check", "key", "live", "num_readers", "parent", "tokens")
 
     def __init__(self, key: bytes, parent: bytes, tokens: tuple[int, ...], check: int, block: int) -> None:
         self.key = key
@@ -29,6 +29,18 @@ class HostEntry:
         self.check = check
         self.block = block
         self.num_readers = 0  # copies in flight that read it
+        self.live = True  # False once the block was given up
+
+
+class Known:
+    """Blocks that were found for one that waits: the first of them is block `first` of its prefix."""
+
+    __slots__ = ("entries", "first", "num_forgotten")
+
+    def __init__(self, first: int, num_forgotten: int) -> None:
+        self.first = first
+        self.num_forgotten = num_forgotten  # when all of them were still there
+        self.entries: list[HostEntry] = []
 
 
 class HostTier:
@@ -42,6 +54,7 @@ class HostTier:
         self._num_used = 0
         self._cached: OrderedDict[bytes, HostEntry] = OrderedDict()  # by key, next to go first; a prefix from its end
         self._num_read = 0  # of them, those with readers
+        self._num_forgotten = 0  # so far
         self.fresh: deque[HostEntry] | None = None  # cached since somebody looked; None: nobody looks
 
     @property
@@ -75,6 +88,35 @@ class HostTier:
     def find(self, key: bytes) -> HostEntry | None:
         return self._cached.get(key)
 
+    def match(self, chain: Chain, tokens: list[int], block_tokens: int, end: int) -> list[HostEntry]:
+        """Of a prefix, the blocks here that follow `chain.matched`, up to block `end`.
+
+        As PrefixIndex.match, it goes on where it was: what was given up since is looked for only if anything was.
+        """
+        first, known = len(chain.matched), chain.hosted
+        if known is None or first < known.first:
+            known = chain.hosted = Known(first, self._num_forgotten)
+        found = known.entries
+        if first > known.first:
+            del found[: first - known.first]
+            known.first = first
+        if known.num_forgotten != self._num_forgotten:
+            known.num_forgotten = self._num_forgotten
+            for place, entry in enumerate(found):
+                if not entry.live:
+                    del found[place:]
+                    break
+        before = found[-1].check if found else None
+        for _, key, _, check in chain.beyond(tokens, block_tokens, end, len(found), before):
+            next_one = self._cached.get(key)
+            if next_one is None:
+                break
+            if next_one.check != check:
+                self._index.collisions += 1
+                break
+            found.append(next_one)
+        return found
+
     def store(self, entry: Entry, block: int) -> None:
         """An owned block holds a copy of the entry's from now on, and is cached."""
         parent = entry.parent.key if isinstance(entry.parent, Entry) else b""
@@ -95,12 +137,15 @@ class HostTier:
     def forget(self, entry: HostEntry) -> None:
         """Nobody reads it."""
         if self._cached.pop(entry.key, None) is entry:
+            entry.live = False
+            self._num_forgotten += 1
             self._free.append(entry.block)
             if self._index.news is not None:
                 self._index.news.append((entry.key, b"", HOST, False))
 
     def used(self, keys: Iterable[bytes]) -> None:
-        """Of one prefix, its end first. Those that are cached are the last to go, its start after all others."""
+        """Of one prefix, its end first and all up to its start: those that are cached are the last to go, in this
+        order."""
         for key in keys:
             if key in self._cached:
                 self._cached.move_to_end(key)

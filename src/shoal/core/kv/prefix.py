@@ -13,9 +13,13 @@ Therefore whoever references a block references the whole prefix before it, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from shoal.core.kv.hashing import block_key
 from shoal.core.kv.news import DEVICE, KvEvent
+
+if TYPE_CHECKING:
+    from shoal.core.kv.host import Known
 
 
 class Entry:
@@ -48,12 +52,13 @@ def check(parent: Entry | bytes | int, tokens: tuple[int, ...]) -> int:
 class Chain:
     """One request's prefix keys, each computed once, and how far its own blocks are in the index."""
 
-    __slots__ = ("closed", "keys", "matched", "num_entries", "scope", "tail")
+    __slots__ = ("closed", "hosted", "keys", "matched", "num_entries", "scope", "tail")
 
     def __init__(self, scope: bytes, keys: Sequence[bytes] = ()) -> None:
         self.scope = scope
         self.keys = list(keys)  # of its first blocks
         self.matched: list[Entry] = []  # while it waits: the hits found so far
+        self.hosted: Known | None = None  # and those in the host tier behind them
         self.tail: Entry | bytes = scope  # while it runs: entry of its block num_entries - 1
         self.num_entries = 0
         self.closed = False  # another block holds the same content, so its later blocks get no entries
@@ -72,11 +77,14 @@ class Chain:
         return self.keys[place] if place < len(self.keys) else None
 
     def beyond(
-        self, tokens: list[int], block_tokens: int, end: int
+        self, tokens: list[int], block_tokens: int, end: int, skip: int = 0, before: int | None = None
     ) -> Iterator[tuple[int, bytes, tuple[int, ...], int]]:
-        """Index, key, token ids and check of the blocks behind those that are matched, up to block `end`."""
+        """Index, key, token ids and check of the blocks behind those that are matched, up to block `end`; but for the
+        first `skip` of them, of which the last one's check is `before`."""
         parent: int | bytes = self.matched[-1].check if self.matched else self.scope
-        for index in range(len(self.matched), end):
+        if before is not None:
+            parent = before
+        for index in range(len(self.matched) + skip, end):
             ids = tuple(tokens[index * block_tokens : (index + 1) * block_tokens])
             parent = check(parent, ids)
             yield index, self.key(index, ids), ids, parent
@@ -86,6 +94,7 @@ class Chain:
         self.num_entries = len(entries)
         self.tail = entries[-1] if entries else self.scope
         self.matched = []
+        self.hosted = None
         self.closed = False
 
 
