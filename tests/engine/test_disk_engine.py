@@ -327,6 +327,26 @@ def test_a_bit_flipped_in_the_host_tier_never_reaches_the_disk(
     assert engine.errors() == {"memory": 1} and engine.storage.num_blocks >= 4
 
 
+def test_a_bit_flipped_on_the_way_from_the_disk_is_noticed(
+    start: Callable[..., Engine], folder: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the store has checked the block, on its way into the host tier: the digest goes with it."""
+    engine = start(folder)
+    honest = HostBlocks.filled
+    spoilt: list[int] = []
+
+    def spoil(host: HostBlocks, host_block: int, *how: Any) -> None:
+        if len(spoilt) == 1:
+            host._host_HNX[host_block, 1, 77] ^= 16
+        spoilt.append(host_block)
+        honest(host, host_block, *how)
+
+    monkeypatch.setattr(HostBlocks, "filled", spoil)
+    served_as_without(engine, alone, num_hit=80)
+    view = engine.scheduler.view()
+    assert len(spoilt) == 5 and view.bad_blocks == 1 and not engine.errors()
+
+
 # -- the whole engine --------------------------------------------------------------------------------------------------
 
 

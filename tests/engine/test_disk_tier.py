@@ -209,6 +209,17 @@ def test_what_was_written_is_read(tier: Tier) -> None:
     assert not tier.errors() and not tier.ear.dropped
 
 
+def test_token_ids_are_in_the_file_and_nowhere_else(new: Callable[..., Tier]) -> None:
+    """They would take more memory than all else that is known of a block."""
+    first = new()
+    assert first.write(1) == ""
+    first.store.close(WAIT_S)
+    second = new()
+    assert second.write(2, parent=key(1)) == ""
+    assert [entry.held.tokens for entry in second.store._state.index] == [(), ()]
+    assert [held.tokens for held in second.store.held()] == [tokens(1), tokens(2)]
+
+
 def test_a_restart_finds_the_blocks_of_an_earlier_run(new: Callable[..., Tier]) -> None:
     first = new()
     for number in range(5):
@@ -499,7 +510,7 @@ def test_a_read_that_takes_5_s(tier: Tier, faults: FaultyOs) -> None:
     assert gate.entered.acquire(timeout=WAIT_S)
     tier.clock.now_ns += 1_000_000_000
     tier.store.expire()
-    assert tier.ear.next() == (key(1), "slow", 0)
+    assert tier.ear.next() == Outcome(key(1), "slow")
     assert tier.errors() == {"slow": 1}
     assert tier.write(4) == ""  # by the other thread
     gate.open()
@@ -528,7 +539,7 @@ def test_both_threads_hang_and_no_call_waits(tier: Tier, faults: FaultyOs) -> No
         tier.store.read(key(number), buffers[number], tier.ear)
     for number in range(20, 20 + MOST_WRITES + 2):
         tier.store.write(key(number), tokens(number), SCOPE, block(number), tier.ear)
-    assert [tier.ear.next() for _ in range(2)] == [(key(20 + MOST_WRITES + n), "busy", 0) for n in range(2)]
+    assert [tier.ear.next() for _ in range(2)] == [Outcome(key(20 + MOST_WRITES + n), "busy") for n in range(2)]
     tier.clock.now_ns += 1_000_000_000
     tier.store.expire()
     told = [tier.ear.next() for _ in range(6 + MOST_WRITES)]
@@ -740,7 +751,11 @@ def test_what_is_forgotten_while_it_is_written_is_gone_too(
     assert gate.entered.acquire(timeout=WAIT_S)
     tier.store.forget([key(1), key(2)], tier.ear)
     told = [tier.ear.next() for _ in range(3)]
-    assert told == [(key(1), "forgotten", 0), (key(2), "forgotten", 0), (key(2), "", 0)]  # 2 was still in line
+    assert told == [
+        Outcome(key(1), "forgotten"),
+        Outcome(key(2), "forgotten"),
+        Outcome(key(2), ""),
+    ]  # 2 was still in line
     assert not tier.store.close(0.01)
     gate.open()
     last = tier.ear.next()
@@ -756,7 +771,7 @@ def test_forgetting_what_could_not_be_written_is_answered(new: Callable[..., Tie
     faults.fail("pwritev", errno.EIO)
     assert tier.write(1) == "io"
     tier.store.forget([key(1)], tier.ear)
-    assert tier.ear.next() == (key(1), "", 0)
+    assert tier.ear.next() == Outcome(key(1), "")
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.core.kv.hashing import NO_KEY
 from shoal.core.kv.host import HostEntry
@@ -30,12 +31,21 @@ _LEARNED = 0.2  # weight of the newest read in the rate
 _FORGOTTEN = 0.05  # of what was learned, each time that it keeps a read from being tried
 
 
+class Stored(NamedTuple):
+    """A block on the disk. A hash stands for its token ids, which take ten times as much: it is only there to tell
+    blocks apart whose keys collide."""
+
+    parent: bytes  # key of the block before
+    check: int
+
+
 @dataclass(slots=True)
 class Move:
     """One that is under way."""
 
     op: KvOp
     entries: list[HostEntry]  # written: they are cached; read: they will be
+    prefix: list[bytes]  # read: keys up to the last of them
     waiting: list[Request] = field(default_factory=list)
 
 
@@ -48,34 +58,34 @@ class Storing:
         self._tables = tables
         self._parking = parking
         self._host = parking.host
-        self._held: dict[bytes, Held] = {}
+        self._held: dict[bytes, Stored] = {}
         self._moves: dict[int, Move] = {}
         self._coming: dict[bytes, Move] = {}  # keys of blocks that are being read
         self._waiting: dict[Request, int] = {}  # for so many moves
         self._writing = False
         self._ns_per_byte = self._believed = 0.0  # of a read: learned, and before anything was
         if limits.disk_bytes_per_s and limits.prefix_caching:
-            self._held = {each.key: each for each in held}
+            self._held = {each.key: Stored(each.parent, hash(each.tokens)) for each in held}
             self._host.fresh = deque(maxlen=MAX_FRESH)
             self._ns_per_byte = self._believed = 1e9 / limits.disk_bytes_per_s
 
     def tell_held(self) -> None:
         """As news: a block after the one before it."""
         told: set[bytes] = set()
-        for each in self._held.values():
-            path: list[Held] = []
-            one: Held | None = each
-            while one is not None and one.key not in told:
-                told.add(one.key)
-                path.append(one)
-                one = self._held.get(one.parent)
-            for held in reversed(path):
-                self._tell(held, True)
+        for last in self._held:
+            key, path = last, list[bytes]()
+            while key in self._held and key not in told:
+                told.add(key)
+                path.append(key)
+                key = self._held[key].parent
+            for one in reversed(path):
+                self._tell(one, self._held[one].parent)
 
-    def _tell(self, held: Held, stored: bool) -> None:
+    def _tell(self, key: bytes, parent: bytes | None) -> None:
+        """`parent`: None: it is not there any more."""
         if self._tables.index.news is not None:
-            parent = b"" if held.parent == NO_KEY or not stored else held.parent
-            self._tables.index.news.append((held.key, parent, DISK, stored))
+            before = b"" if parent is None or parent == NO_KEY else parent
+            self._tables.index.news.append((key, before, DISK, parent is not None))
 
     # -- to the disk ---------------------------------------------------------------------------------------------------
 
@@ -95,7 +105,7 @@ class Storing:
             return []
         self._host.hold(entries)
         self._writing = True
-        return [self._start(True, "", entries).op]
+        return [self._start(True, "", entries, []).op]
 
     # -- and back ------------------------------------------------------------------------------------------------------
 
@@ -115,7 +125,8 @@ class Storing:
             if self._read_ns(self._num_reading + len(found)) < recompute_ns:
                 for entry, block in zip(found, self._host.allocate(len(found)), strict=True):
                     entry.block = block
-                moves.append(self._start(False, request.id, found))
+                end = first + len(found)
+                moves.append(self._start(False, request.id, found, request.chain.keys[:end]))
                 self._coming.update(dict.fromkeys([entry.key for entry in found], moves[-1]))
             else:
                 self._ns_per_byte += _FORGOTTEN * (self._believed - self._ns_per_byte)
@@ -130,7 +141,7 @@ class Storing:
         """Of its prefix beyond the device: the blocks that only the disk has, the place of the first one, and the moves
         that bring others."""
         chain = request.chain
-        first, found, moves, passed = len(chain.matched), list[HostEntry](), list[Move](), list[bytes]()
+        first, found, moves, num_passed = len(chain.matched), list[HostEntry](), list[Move](), len(chain.matched)
         end = (request.known - 1) // self._size
         for index, key, block_tokens, check in chain.beyond(request.tokens, self._size, end):
             cached, move, held = self._host.find(key), self._coming.get(key), self._held.get(key)
@@ -141,15 +152,15 @@ class Storing:
                 moves += [] if move in moves else [move]
             elif held is not None:
                 before = chain.keys[index - 1] if index else b""
-                if held.tokens != block_tokens or held.parent != (before or NO_KEY):
+                if held.check != hash(block_tokens) or held.parent != (before or NO_KEY):
                     self._tables.index.collisions += 1
                     break
                 first = first if found else index
                 found.append(HostEntry(key, before, block_tokens, check, -1))
             else:
                 break
-            passed.append(key)
-        self._host.used(reversed(passed))  # what the host has of it is not to make room for the rest
+            num_passed += 1
+        self._host.used(reversed(chain.keys[:num_passed]))  # what the host has of it is not to make room for the rest
         return first, found, moves
 
     @property
@@ -162,11 +173,11 @@ class Storing:
 
     # -- moves ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, out: bool, id: str, entries: list[HostEntry]) -> Move:
+    def _start(self, out: bool, id: str, entries: list[HostEntry], prefix: list[bytes]) -> Move:
         held = tuple([Held(entry.key, entry.parent or NO_KEY, entry.tokens) for entry in entries])
         blocks = tuple([entry.block for entry in entries])
         op = KvOp(self._parking.new_number(), id, out, (), blocks, held)
-        move = self._moves[op.number] = Move(op, entries)
+        move = self._moves[op.number] = Move(op, entries, prefix)
         return move
 
     def is_under_way(self, number: int) -> bool:
@@ -181,17 +192,16 @@ class Storing:
         else:
             self._read(move, bad, copied.busy_ns)
         for key in copied.dropped:
-            held = self._held.pop(key, None)
-            if held is not None:
-                self._tell(held, False)
+            if self._held.pop(key, None) is not None:
+                self._tell(key, None)
 
     def _written(self, move: Move, bad: set[int]) -> None:
         self._writing = False
         self._host.let_go(move.entries)
         for place, held in enumerate(move.op.disk):
             if place not in bad and held.key not in self._held:
-                self._held[held.key] = held
-                self._tell(held, True)
+                self._held[held.key] = Stored(held.parent, hash(held.tokens))
+                self._tell(held.key, held.parent)
 
     def _read(self, move: Move, bad: set[int], busy_ns: int) -> None:
         if busy_ns > 0 and not bad:
@@ -203,6 +213,7 @@ class Storing:
                 self._host.release([entry.block])
             else:
                 self._host.keep(entry)
+        self._host.used(reversed(move.prefix))
         self.num_hit += (len(move.entries) - len(bad)) * self._size
         for request in move.waiting:
             self._waiting[request] -= 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.core.classes import DEFAULT_CLASSES, ServiceClass
 from shoal.core.limits import Limits
+from shoal.core.plan import Held
 from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost, fit
 from shoal.engine import process
@@ -107,9 +108,9 @@ def build(
             disk_bytes_per_s=BELIEVED_BYTES_PER_S if disk else 0.0,
         )
         log.info("engine.host_tier", {"blocks": limits.num_host_blocks, "bytes_per_s": int(limits.copy_bytes_per_s)})
-    on_disk = disk.held() if disk else ()
+    on_disk = disk.held() if disk else []
     scheduler = Scheduler(limits, hash_root=runner.hash_root, cost=cost, on_disk=on_disk)
-    planner, close = _recorded(scheduler, config.journal, runner.hash_root)
+    planner, close = _recorded(scheduler, config.journal, runner.hash_root, on_disk)
     return Parts(
         runner=runner,
         scheduler=planner,
@@ -181,9 +182,11 @@ def _disk(runner: Runner, config: EngineConfig) -> Storage | None:
     return disk
 
 
-def _recorded(scheduler: Scheduler, journal: str, hash_root: bytes) -> tuple[Planner, Callable[[], None]]:
+def _recorded(
+    scheduler: Scheduler, journal: str, hash_root: bytes, on_disk: Sequence[Held]
+) -> tuple[Planner, Callable[[], None]]:
     """The scheduler, behind a journal where one is asked for, and what to call at the end."""
     if not journal:
         return scheduler, lambda: None
-    recorder = Recorder(scheduler, JournalFile(Path(journal)), hash_root=hash_root)
+    recorder = Recorder(scheduler, JournalFile(Path(journal)), hash_root=hash_root, on_disk=on_disk)
     return recorder, recorder.close

@@ -47,7 +47,7 @@ def recorder(header: Header, sink: journal.Sink) -> Recorder:
     """Around a fresh Scheduler such as the header's."""
     cost = StepCost(header.coefficients)
     scheduler = Scheduler(header.limits, hash_root=header.hash_root, cost=cost, on_disk=header.on_disk)
-    return Recorder(scheduler, sink, hash_root=header.hash_root)
+    return Recorder(scheduler, sink, hash_root=header.hash_root, on_disk=header.on_disk)
 
 
 def replay(path: Path) -> int:

@@ -22,7 +22,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -155,13 +155,13 @@ class Sink(Protocol):
 class Recorder:
     """A Scheduler that writes down what it is asked and what it answers. Used on one thread, like the Scheduler."""
 
-    def __init__(self, scheduler: Scheduler, sink: Sink, *, hash_root: bytes) -> None:
+    def __init__(self, scheduler: Scheduler, sink: Sink, *, hash_root: bytes, on_disk: Iterable[Held] = ()) -> None:
         """`scheduler` and its cost model must be new, and `hash_root` the one it was made with."""
         view = scheduler.view()
         assert view.step == view.num_waiting == 0, "the journal must see a scheduler's whole life"
         self._scheduler = scheduler
         self._sink = sink
-        self._write(Header(VERSION, scheduler.limits, hash_root, scheduler.cost.coefficients, scheduler.on_disk))
+        self._write(Header(VERSION, scheduler.limits, hash_root, scheduler.cost.coefficients, tuple(on_disk)))
 
     @property
     def limits(self) -> Limits:

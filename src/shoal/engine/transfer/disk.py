@@ -27,7 +27,7 @@ from shoal.engine.transfer.digest import Block, digest
 from shoal.engine.transfer.diskfile import BlockFile, Damaged, Layout
 from shoal.engine.transfer.diskindex import DiskIndex, Entry, Held
 from shoal.engine.transfer.diskjobs import Job, Outcome, Phase, Tell
-from shoal.engine.transfer.diskstate import DiskState
+from shoal.engine.transfer.diskstate import DiskState, reason_of
 
 NUM_THREADS = 2
 MOST_READS = 256  # in line
@@ -107,9 +107,18 @@ class DiskBlocks:
         return self._state.breaker.num_openings
 
     def held(self) -> list[Held]:
-        """What can be read, the least recently used first."""
+        """What can be read, the least recently used first. Read from the file, since nobody else needs token ids."""
         with self._lock:
-            return [entry.held for entry in sorted(self._state.index, key=lambda entry: entry.use)]
+            if self._file is None:
+                return []
+            try:
+                written = {entry.slot: entry.held for entry in self._file.entries()[0]}
+            except (OSError, Damaged) as error:
+                self._state.count(reason_of(error), error)
+                return []
+            entries = [each for each in self._state.index if each.slot in written]
+            entries.sort(key=lambda entry: entry.use)
+            return [written[each.slot] for each in entries if written[each.slot].key == each.held.key]
 
     def write(self, key: bytes, tokens: tuple[int, ...], parent: bytes, buffer: Block, tell: Tell) -> None:
         """Keeps the block in `buffer`, which must not change before the outcome."""

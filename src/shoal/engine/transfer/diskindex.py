@@ -65,9 +65,10 @@ class DiskIndex:
         self._offer(entry)
 
     def add(self, entry: Entry) -> None:
-        """Its key is not in the index, and its slot was given out."""
+        """Its key is not in the index, and its slot was given out. Its token ids are forgotten: the record has them."""
         key, parent = entry.held.key, entry.held.parent
         assert key not in self._entries
+        entry.held = entry.held._replace(tokens=())
         self._entries[key] = entry
         self._num_children[parent] = self._num_children.get(parent, 0) + 1
         self._uses = max(self._uses, entry.use)

@@ -22,6 +22,7 @@ class Outcome(NamedTuple):
     key: bytes
     reason: str  # "": done; one of diskstate.ERRORS; or not tried: absent, busy (no room in line), off, forgotten
     busy_ns: int = 0  # what it took, without waiting in line
+    digest: bytes = b""  # of a block that was read
 
 
 Tell = Callable[[Outcome], None]
@@ -53,7 +54,8 @@ class Job:
         self.phase = Phase.TOLD
         self.data = _NOTHING
         if self.tell is not None:
-            self.tell(Outcome(self.key, reason, busy_ns))
+            was_read = self.kind == "read" and not reason
+            self.tell(Outcome(self.key, reason, busy_ns, self.entry.digest if was_read else b""))
 
     def tell_erased(self, outcome: Outcome) -> None:
         for tell in self.erased:

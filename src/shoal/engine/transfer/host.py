@@ -55,6 +55,6 @@ class HostBlocks:
         """Its bytes are those that were copied to it."""
         return digest(self.block(host_block)) == self._digests[host_block]
 
-    def filled(self, host_block: int) -> None:
-        """With bytes that were checked on arrival."""
-        self._digests[host_block] = digest(self.block(host_block))
+    def filled(self, host_block: int, digest: bytes) -> None:
+        """With bytes of this digest, as was checked where they came from."""
+        self._digests[host_block] = digest

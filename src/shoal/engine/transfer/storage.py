@@ -2,9 +2,9 @@
 
     copier's thread ─ start ─► DiskBlocks ─ an outcome for each block ─► tell(Copied), with the last one
 
-A block leaves the host's memory only if its digest is that of what the device gave, and enters it with the digest of
-what was read, so what changes anywhere on the way is noticed. Whatever goes wrong is a bad block, and nobody waits
-longer than the store's limit.
+A block leaves the host's memory only if its digest is that of what the device gave, and enters it with the digest that
+was checked in the store, so what changes anywhere on the way is noticed. Whatever goes wrong is a bad block, and nobody
+waits longer than the store's limit.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Storage:
 
         def hear(outcome: Outcome) -> None:
             if not outcome.reason and not move.op.out:
-                self._host.filled(block)
+                self._host.filled(block, outcome.digest)
             self._heard(move, place, outcome)
 
         if not move.op.out:
