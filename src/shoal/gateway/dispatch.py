@@ -53,6 +53,7 @@ class Attempts:
         self._link: EngineLink | None = None
         self._ids: dict[int, str] = {}  # of the open attempt, by choice
         self._expected_tokens = 0  # of its prompt, that its first replica was believed to hold
+        self._then: EngineLink | None = None  # is to decode what its replica computes
         self._move: Move | None = None  # under way
         self._seam_s: float | None = None  # when the last token came that another replica sent
         self._retry: asyncio.TimerHandle | None = None
@@ -64,6 +65,9 @@ class Attempts:
         if place is None:
             self._perform(self._stream.unplaced(Reason.NO_REPLICA, "no replica can take the request"))
             return
+        if place.reason is not None:
+            self._dispatcher.metrics.split(place.reason)
+        self._then = place.then
         self._send(place)
 
     def _send(self, place: Place) -> None:
@@ -77,11 +81,13 @@ class Attempts:
 
     def _errand(self, avoid: frozenset[str]) -> Errand:
         leader = self._specs[0]
+        num_delivered = max(map(len, map(self._stream.delivered, range(len(self._specs)))))
         return Errand(
             avoid=avoid,
             keys=leader.prefix_keys if leader.sampling.prompt_logprobs is None else (),  # else all is computed
             block_tokens=self._block_tokens,
-            prompt_tokens=len(leader.prompt) + max(map(len, map(self._stream.delivered, range(len(self._specs))))),
+            prompt_tokens=len(leader.prompt) + num_delivered,
+            max_tokens=leader.max_tokens - num_delivered,
         )
 
     def cancel(self, why: str) -> None:
@@ -105,7 +111,8 @@ class Attempts:
         if self._link is None:
             return None
         place = self._dispatcher.replicas.pick(self._errand(frozenset({self._link.name})))
-        return None if place is None or place.link is self._link else place.link
+        target = place and (place.then or place.link)
+        return None if target is self._link else target
 
     def move(self, target: EngineLink) -> bool:
         """Begins to move it there, unless it cannot be moved or is moving already."""
@@ -178,6 +185,9 @@ class Attempts:
         ending = update.ending
         end = None if ending is None else (ending.reason, ending.stop_token, ending.cached_tokens, ending.message)
         self._perform(self._stream.update(choice, update.index, update.tokens, update.logprobs, end))
+        if update.tokens and self._then is not None:
+            then, self._then = self._then, None
+            self.move(then)
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
