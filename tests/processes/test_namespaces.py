@@ -1,0 +1,245 @@
+"""Gateway, controller and two engines on hosts of their own: TCP between them, a long secret, and one that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+from shoal.wire.connection import ConnectionClosed
+from shoal.wire.messages import Role
+from tests.support.gateways import metric
+from tests.support.namespaces import Host, hosts, why_none
+from tests.support.processes import Process, running, wait_until
+from tests.support.tiny_model import make_tiny_model
+from tests.support.wires import connect
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes]
+
+T = TypeVar("T")
+
+SECRET, OTHER_SECRET = "s" * 32, "t" * 32
+KEY = "a-key"
+LIMIT_S = 90.0
+LEAST_MARGIN = 0.001  # between the two likeliest tokens: sums in another order, in float32, turn no choice
+PROMPT_TOKENS, ANSWER_TOKENS = 900, 500
+CROWD = 40  # that want the same prompt at once: more than one engine is expected to serve sooner than two
+
+
+class Lines:
+    """Who is started how. `home`: a cache folder of the gateway's own, for what it remembers of the others."""
+
+    def __init__(self, home: Path, controller: str, model: Path) -> None:
+        self.control = f"tcp:{controller}:8002"
+        self.model = model
+        self._home = home
+
+    def line(self, name: str, at: str) -> list[str]:
+        """`at`: its address, IPv6 in brackets."""
+        command = [sys.executable, "-m", "shoal.cli", name.partition("-")[0], "--name", name]
+        if name == "controller":
+            return [*command, "--listen", self.control, "--controller-port", "0"]
+        command += ["--model", str(self.model), "--controller", self.control]
+        if name == "gateway-0":
+            return [*command, "--host", at, "--port", "8000"]
+        command += ["--listen", f"tcp:{at}:8010", "--peer-address", f"tcp:{at}:8011"]
+        return [*command, "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), "--threads", "1"]
+
+    def environment(self, name: str, secret: str = SECRET) -> dict[str, str]:
+        of_gateway = {"SHOAL_API_KEY": KEY, "SHOAL_HOME": str(self._home)}
+        return {"SHOAL_SECRET": secret, **(of_gateway if name == "gateway-0" else {})}
+
+
+class Service:
+    """Processes by name, each on its host; what is asked of them is asked from a host beside them."""
+
+    def __init__(self, machines: Sequence[Host], model: Path, home: Path) -> None:
+        gateway, controller, first, second, self._client = machines
+        self.hosts = {"controller": controller, "engine-0": first, "engine-1": second, "gateway-0": gateway}
+        self.processes: dict[str, Process] = {}
+        self.model = model
+        self._lines = Lines(home, controller.ipv4, model)
+        self.control = self._lines.control
+
+    def at(self, name: str) -> str:
+        """One engine speaks IPv6 where there is that, everybody else IPv4."""
+        host = self.hosts[name]
+        return f"[{host.ipv6}]" if host.ipv6 and name == "engine-1" else host.ipv4
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, host in self.hosts.items():
+                command = host.command(*self._lines.line(name, self.at(name)))
+                process = running(command, self._lines.environment(name))
+                self.processes[name] = stack.enter_context(process)
+            yield
+
+    def pid(self, name: str) -> int:
+        """As the test sees it, from outside."""
+        child: int = psutil.Process(self.processes[name].pid).children()[0].pid
+        return child
+
+    def count(self, name: str, of: str) -> float:
+        """One of a process's metrics, summed over its labels."""
+        url = self.processes[name].wait_line(r"\.serving .*metrics=(\S+)", LIMIT_S)[1]
+        return sum(self.hosts[name].inside(lambda: metric(url, of)).values())
+
+    def ready(self, count: int) -> None:
+        """So many engines take work, as the gateway says."""
+        gateway = self.processes["gateway-0"]
+        wait_until(lambda: self.count("gateway-0", "num_replicas_ready") == count, LIMIT_S, lambda: gateway.text)
+
+    def beside(self, call: Callable[[], T]) -> T:
+        return self._client.inside(call)
+
+    def at_once(self, call: Callable[[str], T], arguments: Sequence[str]) -> list[T]:
+        def crowd() -> list[T]:
+            with ThreadPoolExecutor(len(arguments)) as pool:
+                return list(pool.map(call, arguments))
+
+        return self.beside(crowd)
+
+    def open(self, prompt: str, **fields: Any) -> Any:
+        """The answer's bytes as they come; to be called `beside`."""
+        body = {"model": self.model.name, "prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
+        headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+        url = f"http://{self.at('gateway-0')}:8000/v1/completions"
+        return urlopen(Request(url, json.dumps(body).encode(), headers), timeout=LIMIT_S)
+
+    def complete(self, prompt: str, **fields: Any) -> dict[str, Any]:
+        try:
+            with self.open(prompt, **fields) as answer:
+                whole: dict[str, Any] = json.load(answer)
+        except HTTPError as e:
+            raise AssertionError(e.read().decode()) from None
+        return whole
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Host]]:
+    if why := why_none():
+        pytest.skip(why)
+    with hosts(4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(machines: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), max_position=4096, num_layers=4, hidden_size=128)
+    made = Service(machines, model, tmp_path_factory.mktemp("home"))
+    with made.started():
+        made.ready(2)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def texts(service: Service) -> dict[str, str]:
+    """Greedy answers by prompt, each computed once, in the company of the others, and with no near tie in it."""
+    prompts = [" ".join(f"{number * 7919 % 9973:x}" for number in range(start, start + 250)) for start in range(8)]
+
+    def ask(prompt: str) -> dict[str, Any]:
+        return service.complete(prompt, max_tokens=ANSWER_TOKENS, logprobs=2)
+
+    found = {}
+    for prompt, answer in zip(prompts, service.at_once(ask, prompts), strict=True):
+        assert answer["usage"]["prompt_tokens"] >= PROMPT_TOKENS
+        tops = [sorted(top.values()) for top in answer["choices"][0]["logprobs"]["top_logprobs"]]
+        if min(top[-1] - top[-2] for top in tops) >= LEAST_MARGIN:
+            found[prompt] = answer["choices"][0]["text"]
+    assert len(found) > 2
+    return found
+
+
+def test_who_holds_another_secret_is_nobody(service: Service) -> None:
+    doors = {("controller", Role.GATEWAY): service.control}
+    for name in ("engine-0", "engine-1"):
+        doors[name, Role.GATEWAY] = f"tcp:{service.at(name)}:8010"
+        doors[name, Role.ENGINE] = f"tcp:{service.at(name)}:8011"
+
+    async def knock() -> None:
+        for (_, role), door in doors.items():
+            with pytest.raises(ConnectionClosed, match="the shared secret does not match"):
+                await connect(door, role=role, secret=OTHER_SECRET.encode())
+            (await connect(door, role=role, secret=SECRET.encode(), name="another")).close()
+
+    service.beside(lambda: asyncio.run(knock()))
+
+
+def test_a_prompt_that_many_want_is_fetched_over_tcp_and_every_text_is_the_same(
+    service: Service, texts: dict[str, str]
+) -> None:
+    engines = ("engine-0", "engine-1")
+    for prompt, text in texts.items():
+        received = {name: service.hosts[name].received_bytes() for name in engines}
+        answers = service.at_once(lambda each: service.complete(each, max_tokens=100), [prompt] * CROWD)
+        assert all(text.startswith(answer["choices"][0]["text"]) for answer in answers)
+        fetched = {name: service.count(name, "kv_fetched_bytes_total") for name in engines}
+        if any(fetched.values()):
+            break
+    borrower = max(engines, key=lambda name: fetched[name])
+    owner = next(name for name in engines if name != borrower)
+    told = [process.text for process in service.processes.values()]
+    assert service.count(owner, "kv_lent_bytes_total") >= fetched[borrower] > 0, told
+    # Through the network, where prompts are little beside it, and not through memory.
+    assert service.hosts[borrower].received_bytes() - received[borrower] > fetched[borrower]
+    assert service.count(borrower, "prefix_cache_peer_hits_total") > 0
+
+
+def test_they_listen_for_each_other_at_their_own_address_only(service: Service) -> None:
+    for name, host in service.hosts.items():
+        assert host.listening() == {service.at(name), "127.0.0.1"}, name
+
+
+def test_the_other_engine_goes_on_when_one_is_killed(service: Service, texts: dict[str, str]) -> None:
+    prompt, text = next(iter(texts.items()))
+
+    def stream() -> tuple[list[str], str]:
+        """The pieces of text, and how it ended."""
+        pieces: list[str] = []
+        killed = ending = ""
+        with service.open(prompt, max_tokens=3 * ANSWER_TOKENS, stream=True) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    ending = event["error"]["code"]
+                    continue
+                pieces.append(event["choices"][0]["text"])
+                ending = event["choices"][0]["finish_reason"] or ending
+                if not killed:
+                    (killed,) = [n for n in ("engine-0", "engine-1") if service.count(n, "num_requests_running")]
+                    os.kill(service.pid(killed), signal.SIGKILL)
+        return pieces, ending
+
+    pieces, ending = service.beside(stream)
+    service.ready(1)
+    assert text.startswith("".join(pieces)) and ending == "replica_lost"
+    again = service.beside(lambda: service.complete(prompt, max_tokens=ANSWER_TOKENS))
+    assert again["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("name", ["controller", "engine-0", "gateway-0"])
+def test_without_a_good_secret_nobody_starts_where_other_hosts_are(name: str, tmp_path: Path) -> None:
+    """Also where there are no namespaces: it is refused before anything is bound or loaded."""
+    lines = Lines(tmp_path, "192.0.2.1", make_tiny_model(tmp_path / "model"))
+    with running(lines.line(name, "192.0.2.2"), lines.environment(name, "s" * 31)) as process:
+        assert process.wait() == 1
+    field = "--controller" if name == "gateway-0" else "--listen"
+    assert re.search(
+        rf"{field} is tcp:192\.0\.2\.\d:80\d\d, .*SHOAL_SECRET has 31 bytes; allowed: at least 32", process.text
+    )
