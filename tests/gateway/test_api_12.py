@@ -21,7 +21,6 @@ from tests.support.wires import until
 
 pytestmark = pytest.mark.processes
 FAULTS: dict[str, tuple[Fault, str]] = {
-    "a": ("abort", "engine_aborted"),
     "b": ("reset", "replica_lost"),
     "c": ("silent_end", "replica_lost"),
     "d": ("half_frame", "replica_lost"),
@@ -33,6 +32,7 @@ def faulty(model_dir: Path, tokenizer: Tokenizer) -> Iterator[Service]:
     """A prompt that begins with a case's letters meets that case's fault after five tokens, or at once."""
     rules = [Rule(prompt=tuple(tokenizer.encode(f"{case}#")), fault=fault, at=5) for case, (fault, _) in FAULTS.items()]
     rules += [Rule(prompt=tuple(tokenizer.encode(f"{case}@")), fault=fault) for case, (fault, _) in FAULTS.items()]
+    rules.append(Rule(prompt=tuple(tokenizer.encode("a#")), fault="abort", at=5))
     with service(model_dir, Script(rules=tuple(rules), step_ms=10)) as made:
         yield made
         assert made.balanced()
@@ -64,6 +64,15 @@ def test_api_12_after_five_tokens_one_error_event_and_a_closed_stream(faulty: Se
     assert f'"code":"{FAULTS[case][1]}"' in events[-1] and '"message"' in events[-1]
     assert all('"finish_reason":null' in event for event in events[:-1]) and len(events) >= 5
     assert change(faulty, before) == {"success": {}, "failure": {FAULTS[case][1]: 1}, "refused": {}, "aborted": {}}
+
+
+def test_api_12_an_answer_that_a_replica_gives_up_goes_on(faulty: Service) -> None:
+    ready(faulty)
+    whole, again = (faulty.complete(prompt, max_tokens=50).json for prompt in ("a#", "a+"))
+    assert whole["usage"]["completion_tokens"] == again["usage"]["completion_tokens"] == 50
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["text"] == again["choices"][0]["text"].replace("+", "#")
+    assert faulty.counts("request_replays_total") == {"": 1}
 
 
 @pytest.mark.parametrize("case", FAULTS)

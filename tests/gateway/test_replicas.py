@@ -11,6 +11,7 @@ import pytest
 
 from shoal.core.request import Finish, Refusal, RequestSpec
 from shoal.fleet import health
+from shoal.fleet.stream import MAX_REPLAYS
 from shoal.gateway.link import Identity
 from shoal.gateway.replicas import Replicas
 from shoal.wire.messages import Announce, Ending, Members, Refusing, Replica, Update
@@ -96,18 +97,40 @@ async def test_attempts_are_three_at_most_and_the_failure_is_a_real_status(model
         assert sum(len(engine.submitted) for engine in engines) <= 3
 
 
-async def test_after_the_first_token_a_lost_replica_is_one_error_event(model_dir: Path, folder: Path) -> None:
-    def half(engine: StubEngine, specs: Sequence[RequestSpec]) -> None:
-        engine.say([Update(specs[0].id, 0, (100,))])
-        asyncio.get_running_loop().call_later(0.05, engine.drop)
+def half(engine: StubEngine, specs: Sequence[RequestSpec]) -> None:
+    """A token, and then the connection is lost."""
+    engine.say([Update(specs[0].id, len(specs[0].output), (100,))])
+    asyncio.get_running_loop().call_later(0.05, engine.drop)
 
-    engines = StubEngine(half), StubEngine()
+
+async def test_after_the_first_token_another_replica_goes_on_behind_it(model_dir: Path, folder: Path) -> None:
+    def rest(engine: StubEngine, specs: Sequence[RequestSpec]) -> None:
+        (spec,) = specs
+        engine.say([Update(spec.id, len(spec.output), (101,), ending=Ending(Finish.LENGTH, None, 0))])
+
+    engines = StubEngine(half), StubEngine(rest)
     async with stage(model_dir, folder, *engines) as s:
+        status, text = await s.complete(stream=True)
+        assert status == 200 and '"error"' not in text and text.endswith("data: [DONE]\n\n")
+    (first,), (second,) = engines[0].submitted, engines[1].submitted
+    assert (second.prompt, second.output, second.sampling) == (first.prompt, (100,), first.sampling)
+    assert second.id != first.id and second.max_tokens == first.max_tokens
+
+
+async def test_where_nobody_is_left_to_go_on_it_is_one_error_event(model_dir: Path, folder: Path) -> None:
+    async with stage(model_dir, folder, StubEngine(half)) as s:
         status, text = await s.complete(stream=True)
         assert status == 200
         assert text.count('"error"') == 1 and "replica_lost" in text.split("\n\n")[-2]
         assert "[DONE]" not in text and '"finish_reason":"' not in text
-        assert not engines[1].submitted
+
+
+async def test_a_request_whose_replicas_are_lost_one_after_the_other_is_given_up(model_dir: Path, folder: Path) -> None:
+    engines = [StubEngine(half) for _ in range(6)]
+    async with stage(model_dir, folder, *engines) as s:
+        status, text = await s.complete(stream=True, max_tokens=20)
+        assert status == 200 and text.count('"error"') == 1 and "replica_lost" in text.split("\n\n")[-2]
+    assert sum(len(engine.submitted) for engine in engines) == 1 + MAX_REPLAYS
 
 
 @pytest.mark.parametrize("index", [0, 2])

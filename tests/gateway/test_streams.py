@@ -54,16 +54,15 @@ async def test_one_failed_choice_fails_the_request_and_withdraws_the_others(mode
     def speak(engine: StubEngine, specs: Sequence[RequestSpec]) -> None:
         if specs[0].id.endswith(".0"):
             engine.say([Update(specs[0].id, 0, (100,)), Update(specs[1].id, 0, (100,), ending=LENGTH)])
-            failed = Ending(Finish.ERROR, None, 0, "out of memory")
-            engine.say([Update(specs[2].id, 0, (100,), ending=failed)])
+            engine.say([Update(specs[2].id, 1, (100,))])
 
     engine = StubEngine(speak)
     async with stage(model_dir, folder, engine) as s:
         status, body = await s.complete(prompt=["a", "b"], n=3)
-        assert (status, body["error"]["code"], body["error"]["message"]) == (502, "engine_error", "out of memory")
+        assert (status, body["error"]["code"]) == (502, "seam_broken")
         first = engine.submitted[0].id.removesuffix(".0")
-        await until(lambda: len(engine.aborted) == 4)
-        assert {id for id, _ in engine.aborted} == {f"{first}.{number}" for number in (0, 3, 4, 5)}
+        await until(lambda: len(engine.aborted) == 5)
+        assert {id for id, _ in engine.aborted} == {f"{first}.{number}" for number in (0, 2, 3, 4, 5)}
 
 
 async def test_what_a_replica_is_asked(model_dir: Path, folder: Path) -> None:

@@ -65,6 +65,8 @@ class Attempts:
         if place is None:
             self._perform(self._stream.unplaced(Reason.NO_REPLICA, "no replica can take the request"))
             return
+        if self._stream.begun:
+            self._dispatcher.metrics.replays.inc()
         if place.reason is not None:
             self._dispatcher.metrics.split(place.reason)
         self._then = place.then
@@ -235,9 +237,7 @@ class Attempts:
             self._job.add(output.end(effect.reason))
 
     def _send_again(self, effect: stream.SendAgain) -> None:
-        if self._stream.begun:
-            self._dispatcher.metrics.replays.inc()
-        else:
+        if not self._stream.begun:
             self._dispatcher.metrics.retries.inc()
         detail = {"attempt": self._stream.attempt + 1, "begun": self._stream.begun}
         log.info("request.retried", {"id": self._job.order.id} | detail)
