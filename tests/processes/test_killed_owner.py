@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ LIMIT_S = 60.0
 def engine(model: Path, folder: Path, name: str, *options: str) -> Iterator[Process]:
     command = [sys.executable, "-m", "shoal.cli", "engine", "--model", str(model), "--name", name]
     command += ["--listen", f"unix:{folder}/{name}.sock", "--dtype", "float32", "--threads", "1", *options]
-    with running([*command, "--kv-cache-bytes", str(300 * BLOCK_BYTES)]) as process:
+    pool_bytes = 5 * NUM_HELD * BLOCK_BYTES  # a quarter of it is lent at most
+    with running([*command, "--kv-cache-bytes", str(pool_bytes)]) as process:
         process.wait_line(r"engine\.serving", LIMIT_S)
         yield process
 
@@ -94,6 +96,7 @@ async def test_an_owner_that_is_killed_during_a_fetch_is_not_noticed(tmp_path: P
         ending = told[-1].ending
         assert ending is not None and (ending.reason, ending.message) == (Finish.LENGTH, "")
         assert count(other, "kv_failed_fetches_total", "lost") == 1
+        assert re.search(r"peers\.fetch_ended_early .*(the owner is gone|the owner closed|eof)", other.text), other.text
         num_fetched = count(other, "kv_fetched_blocks_total")
         assert 0 < num_fetched < NUM_HELD and ending.cached_tokens == 16 * num_fetched
         assert count(other, "prefix_cache_peer_hits_total") == 16 * num_fetched

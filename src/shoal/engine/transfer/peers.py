@@ -100,8 +100,9 @@ class Peers:
             hash_root=info.hash_root,
             num_layers=self._blocks.num_layers,
             block_bytes=self._blocks.block_bytes,
+            max_bytes_per_s=self._max_bytes_per_s,
         )
-        lender = Lender(_Lent(self._blocks, leases), self._transports)
+        lender = Lender(_Lent(self._blocks, leases), self._transports, max_bytes_per_s=self._max_bytes_per_s)
         await lender.listen(self._address, secret=secret, incarnation=incarnation, info=info)
         self._lender = lender
         return lender.listener.address
@@ -111,6 +112,8 @@ class Peers:
 
         def place(index: int, first_layer: int, layers: memoryview) -> None:
             self._blocks.put(fetch.blocks[index], first_layer, layers)
+            with self._counting:
+                self.fetched_bytes += len(layers)
 
         def told(fetched: Fetched) -> None:
             self._count(fetched)
@@ -121,7 +124,6 @@ class Peers:
 
     def _count(self, fetched: Fetched) -> None:
         self.fetched_blocks += fetched.num_good
-        self.fetched_bytes += fetched.num_bytes
         if fetched.why:
             late = fetched.why == TOO_LATE
             self.failed["corrupt" if fetched.corrupt else "late" if late else "lost"] += 1
