@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from shoal.core.kv import host
 from shoal.core.kv.hashing import chain, root_key, scope_key
 from shoal.core.kv.host import HostTier
-from shoal.core.kv.prefix import Chain
+from shoal.core.kv.prefix import check
 from shoal.core.limits import Limits
 from shoal.core.plan import Ended, KvOp, StepPlan
 from shoal.core.request import RequestSpec
@@ -147,7 +147,7 @@ def test_a_prefix_longer_than_the_tier_fills_it_once() -> None:
 
 
 def test_looking_again_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt whose blocks are in the host tier waits for its turn: each plan looks at one block more, if at any."""
+    """A prompt whose blocks are in the host tier waits for its turn: nothing is looked at twice."""
     replica = Replica(num_blocks=64, num_host_blocks=200)
     replica.serve("a", prompt(1, 40))
     replica.rest()
@@ -158,22 +158,38 @@ def test_looking_again_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     (waiting,) = members.line.stamp(replica._tick * STEP_NS)
     members.tables.blocks_to_enter(waiting)
     matched = len(waiting.chain.matched)
-    found = members.sharing.find(waiting)
+    found = list(members.sharing.find(waiting))
     assert len(found) == 40 - matched > 30
 
     looked: list[int] = []
-    honest = Chain.beyond
-
-    def beyond(chain: Chain, *how: Any) -> Iterator[Any]:
-        for block in honest(chain, *how):
-            looked.append(block[0])
-            yield block
-
-    monkeypatch.setattr(Chain, "beyond", beyond)
+    monkeypatch.setattr(host, "check", lambda parent, ids: looked.append(ids) or check(parent, ids))
     for _ in range(10):
-        assert members.sharing.find(waiting) == found
-    assert not looked
+        assert members.sharing.find(waiting) == found and not looked
+    tier, again = replica.host, found[20]
     for entry in reversed(found[20:]):
-        replica.host.forget(entry)
-    assert members.sharing.find(waiting) == found[:20]
-    assert looked == [matched + 20]
+        tier.forget(entry)
+    assert members.sharing.find(waiting) == found[:20] and not looked
+    (again.block,) = tier.allocate(1)
+    tier.keep(again)
+    assert members.sharing.find(waiting) == [*found[:20], again] and len(looked) == 1
+
+
+def test_nobody_makes_way_for_one_whose_prefix_is_still_coming() -> None:
+    """Two urgent requests share a prefix in the host tier. The second one needs a slot when the copy is done."""
+    replica = Replica(max_num_seqs=2, num_host_blocks=200)
+    replica.serve("a", prompt(1, 20))
+    replica.rest()
+    replica.serve("b", prompt(2, 60))  # on the device nothing is left of "a"
+    replica.rest()
+    replica.submit("low", (5,), max_tokens=60, service_class="batch")
+    replica.step()
+    for id in ("first", "second"):
+        replica.submit(id, prompt(1, 20), max_tokens=3, service_class="interactive")
+        for _ in range(3):
+            replica.step()
+    assert replica.scheduler.view().preemptions == 0
+    assert [op.id for op in replica.ops if not op.out] == ["first"]
+    replica.copy()
+    replica.step()
+    assert replica.scheduler.view().preemptions == 1
+    replica.run("first", "second", "low")

@@ -39,9 +39,12 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
             worst = worst or max([each.urgency for each in running])
             if head.urgency >= worst:
                 return
+        blocks = blocks_for(members, head)
+        if members.sharing.is_coming(head) or members.fetching.is_coming(head):
+            continue
         if not num_heads:
             num_blocks = members.num_coming - len(running) + 1
-        num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - blocks_for(members, head), num_heads + 1
+        num_slots, num_blocks, num_heads = num_slots - 1, num_blocks - blocks, num_heads + 1
         if num_slots < 0 or num_blocks < 0:
             chosen = victims.for_urgent(head, candidates, -num_slots, -num_blocks, gain)
             if not chosen:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from shoal.core.kv.news import HOST
-from shoal.core.kv.prefix import Chain, Entry, PrefixIndex
+from shoal.core.kv.prefix import Chain, Entry, PrefixIndex, check
 
 
 class HostEntry:
@@ -102,19 +102,25 @@ class HostTier:
             known.first = first
         if known.num_forgotten != self._num_forgotten:
             known.num_forgotten = self._num_forgotten
-            for place, entry in enumerate(found):
-                if not entry.live:
+            for place, each in enumerate(found):
+                if not each.live:
                     del found[place:]
                     break
-        before = found[-1].check if found else None
-        for _, key, _, check in chain.beyond(tokens, block_tokens, end, len(found), before):
-            next_one = self._cached.get(key)
-            if next_one is None:
+        before = found or chain.matched
+        parent: int | bytes = before[-1].check if before else chain.scope
+        keys, cached = chain.keys, self._cached
+        for index in range(first + len(found), end):
+            if index < len(keys) and keys[index] not in cached:
                 break
-            if next_one.check != check:
+            ids = tuple(tokens[index * block_tokens : (index + 1) * block_tokens])
+            entry = cached.get(chain.key(index, ids))
+            if entry is None:
+                break
+            parent = check(parent, ids)
+            if entry.check != parent:
                 self._index.collisions += 1
                 break
-            found.append(next_one)
+            found.append(entry)
         return found
 
     def store(self, entry: Entry, block: int) -> None:

@@ -77,14 +77,11 @@ class Chain:
         return self.keys[place] if place < len(self.keys) else None
 
     def beyond(
-        self, tokens: list[int], block_tokens: int, end: int, skip: int = 0, before: int | None = None
+        self, tokens: list[int], block_tokens: int, end: int
     ) -> Iterator[tuple[int, bytes, tuple[int, ...], int]]:
-        """Index, key, token ids and check of the blocks behind those that are matched, up to block `end`; but for the
-        first `skip` of them, of which the last one's check is `before`."""
+        """Index, key, token ids and check of the blocks behind those that are matched, up to block `end`."""
         parent: int | bytes = self.matched[-1].check if self.matched else self.scope
-        if before is not None:
-            parent = before
-        for index in range(len(self.matched) + skip, end):
+        for index in range(len(self.matched), end):
             ids = tuple(tokens[index * block_tokens : (index + 1) * block_tokens])
             parent = check(parent, ids)
             yield index, self.key(index, ids), ids, parent
