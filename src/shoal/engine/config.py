@@ -129,12 +129,7 @@ class EngineConfig:
         ),
     ] = "both"
     threads: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="CPU threads for tensor work; 0: the cores that are really there, less one where KV is copied "
-            "to main memory",
-        ),
+        int, Meta(ge=0, description="CPU threads for tensor work; 0: the cores that are really there")
     ] = 0
     kernels: Annotated[
         Literal["auto", "off"],

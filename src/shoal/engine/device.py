@@ -159,8 +159,7 @@ def choose(config: EngineConfig) -> Device:
             f"engine.quantization is {config.quantization}; it needs a CPU, and bfloat16 or float32: "
             f"the device is {device}, engine.dtype {str(dtype).removeprefix('torch.')}"
         )
-    # One core is left to copies: beside a busy thread, one of a team that computes is late, and all wait for it.
-    threads = config.threads or max(1, num_cores() - (config.host_cache_bytes > 0))
+    threads = config.threads or num_cores()
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
     kernels = _kernels(threads) if device.type == "cpu" and config.kernels == "auto" else None
