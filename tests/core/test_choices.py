@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from shoal.core import victims
@@ -10,7 +12,7 @@ from shoal.core.compose import Room, split
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.plan import Slice
-from shoal.core.request import Request, RequestSpec
+from shoal.core.request import Request, RequestSpec, State
 from shoal.core.stepcost import StepCost
 from shoal.core.urgency import Hurry, Leeway
 from shoal.core.waiting import FirstComeLine
@@ -34,7 +36,7 @@ def request(id: str, arrival: int, priority: int = 0, prompt: int = 4, blocks: i
 
 def left(request: Request) -> int:
     """All have as much to come."""
-    return 100
+    return 1
 
 
 def limits(**more: int) -> Limits:
@@ -96,8 +98,34 @@ def test_for_urgent_only_less_urgent_ones_go_and_only_if_that_is_enough(
     num_slots: int, num_blocks: int, chosen: list[str]
 ) -> None:
     running = [request("a", 1, 5), request("b", 2, 5), request("c", 3, 1)]
-    found = victims.for_urgent(request("h", 4, 1), victims.in_order(running, left), num_slots, num_blocks, len)
+    candidates = victims.InOrder({(1, 5): running[:2], (1, 1): running[2:]}, left)
+    found = victims.for_urgent(request("h", 4, 1), candidates, num_slots, num_blocks, len)
     assert [each.id for each in found] == chosen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_urgent_and_of_these_the_longest_go_first_and_few_are_predicted(seed: int) -> None:
+    chance = random.Random(seed)
+    running = [request(f"r{number}", number, chance.randrange(3)) for number in range(60)]
+    for each in running:
+        each.state, each.limit = State.RUNNING, each.known + chance.randrange(30)
+    asked: list[Request] = []
+    longest = {each: min(each.limit - each.known, chance.choice((2, 20, 30))) for each in running}
+
+    def remaining(each: Request) -> int:
+        asked.append(each)
+        return longest[each]
+
+    expected = sorted(running, key=lambda each: (each.urgency, longest[each], each.arrival), reverse=True)
+    assert list(victims.in_order(running, remaining)) == expected
+    asked.clear()
+    groups = {(1, priority): [each for each in running if each.spec.priority == priority] for priority in range(3)}
+    candidates = victims.InOrder(groups, remaining)
+    first = next(candidates.behind((1, 1)))
+    assert first is expected[0] and 2 * len(asked) < len(groups[1, 2]), "those that cannot be the longest are not asked"
+    first.state = State.WAITING
+    left = [each for each in expected if each.spec.priority == 2]
+    assert list(candidates.behind((1, 1))) == left[1:] and len(asked) == len(left)
 
 
 def test_split() -> None:
@@ -111,8 +139,7 @@ def test_split() -> None:
 
 def test_room_counts_what_the_cost_model_sees() -> None:
     room = Room(limits(max_prefill_chunk=512), PER_TOKEN)
-    decodes = [request("a", 1, prompt=10), request("b", 2, prompt=20)]
-    room.add(decodes)
+    room.add(2, known=10 + 20)
     assert room.chunk(5, 7, room.max_ns) == 7
     room.add_chunk(5, 7)
     assert room.chunk(0, 600, room.max_ns) == 512, "the chunk's cap, so nothing is sampled"
@@ -135,7 +162,7 @@ def test_room_counts_what_the_cost_model_sees() -> None:
 )
 def test_a_chunk_is_cut_to_budget_cap_and_time(more: dict[str, int], need: int, granted: int) -> None:
     room = Room(limits(**more), PER_TOKEN)
-    room.add([request("a", 1), request("b", 2)])
+    room.add(2, known=4 + 4)
     assert room.chunk(0, need, room.max_ns) == granted
     assert room.num_tokens == 2
 

@@ -63,8 +63,11 @@ class Room:
         """Of the step as it is now."""
         return self._cost.predict(self.features)
 
-    def fit(self, decodes: Sequence[Request], limit_ns: int) -> int:
-        """How many of them, from the first on, could get their token; at least one where the step is empty."""
+    def fit(self, decodes: Sequence[Request], limit_ns: int, whole_ns: int | None = None) -> int:
+        """How many of them, from the first on, could get their token; at least one where the step is empty.
+        `whole_ns`: `time_with` all of them, where that is known."""
+        if whole_ns is not None and whole_ns <= limit_ns and len(decodes) <= self.tokens_left:
+            return len(decodes)
         tokens = [request.known for request in decodes[: self.tokens_left]]
         if self._cost.predict(self._with_decodes(len(tokens), sum(tokens))) <= limit_ns:
             return len(tokens)
@@ -75,9 +78,9 @@ class Room:
                 return place
         return len(tokens)
 
-    def add(self, decodes: Sequence[Request]) -> None:
-        attended = sum([request.known for request in decodes])
-        _, self._new, self._attended, self._sequences, self._context = self._with_decodes(len(decodes), attended)
+    def add(self, count: int, known: int) -> None:
+        """So many decodes; `known`: tokens of them all, those that are computed now included."""
+        _, self._new, self._attended, self._sequences, self._context = self._with_decodes(count, known)
 
     def chunk(self, start: int, need: int, limit_ns: int) -> int:
         """Tokens that a request could get which lacks `need` from position `start` on.

@@ -30,6 +30,9 @@ def check(scheduler: Scheduler) -> None:
         assert request.state is State.RUNNING, f"{request.id} runs as {request.state}"
     counted = Counter(request.spec.service_class for request in running.values())
     assert members.num_of_class == counted, f"{counted} run, counted as {members.num_of_class}"
+    grouped = {id: urgency for urgency, group in members.of_urgency.items() for id in group}
+    assert grouped == {id: request.urgency for id, request in running.items()}, "those that run are grouped wrongly"
+    assert all(members.of_urgency.values()), "an urgency that nobody has"
     scheduler._composer.check(running.values())
     for request in waiting:
         assert request.state is State.WAITING and not request.blocks, f"{request.id} waits with blocks"

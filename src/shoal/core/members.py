@@ -58,6 +58,7 @@ class Members:
         self.lending = Lending(limits, self.tables)
         self.lengths = Lengths()
         self.running: dict[str, Request] = {}  # in the order in which steps serve them
+        self.of_urgency: dict[tuple[int, int], dict[str, Request]] = {}  # the same; nobody's urgency is left out
         self.num_of_class: Counter[str] = Counter()  # of them
         self.num_returning = 0  # hold a slot and blocks, and run when their copy or fetch is done
         self.leaves: list[str] = []  # requests that the runner still knows and must forget
@@ -77,8 +78,7 @@ class Members:
     @property
     def worst_rank(self) -> int:
         """Of those that run; -1: nobody does."""
-        classes = self.limits.classes
-        return max([classes[name].rank for name, count in self.num_of_class.items() if count], default=-1)
+        return max(self.of_urgency)[0] if self.of_urgency else -1
 
     @property
     def free_slots(self) -> int:
@@ -126,6 +126,7 @@ class Members:
 
     def _join(self, request: Request, now_ns: int) -> None:
         self.running[request.id] = request
+        self.of_urgency.setdefault(request.urgency, {})[request.id] = request
         self.num_of_class[request.spec.service_class] += 1
         self.events.append((Resumed if request.started else Started)(request.id, now_ns - request.served_ns))
         request.started = True
@@ -240,6 +241,10 @@ class Members:
 
     def _leave_batch(self, request: Request) -> None:
         del self.running[request.id]
+        group = self.of_urgency[request.urgency]
+        del group[request.id]
+        if not group:
+            del self.of_urgency[request.urgency]
         self.num_of_class[request.spec.service_class] -= 1
         if request in self.arrivals:
             self.arrivals.remove(request)  # the runner never heard of it

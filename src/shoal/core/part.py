@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from shoal.core.compose import Room
 from shoal.core.members import Members, admit
 from shoal.core.plan import Admit, Slice
@@ -24,21 +26,22 @@ class Part:
 
     def decode(self, decodes: list[Request]) -> None:
         """One token for each. This loop runs for every request in every step, hence without calls."""
-        step, now_ns = self.step, self._now_ns
-        append, new = self.slices.append, tuple.__new__
-        self.room.add(decodes)
-        self.decodes += decodes
+        step, now_ns, num_known = self.step, self._now_ns, 0
+        rows: list[tuple[object, ...]] = []
         for request in decodes:
-            start = request.scheduled
+            start, known = request.scheduled, request.known
             blocks = self._members.tables.grow(request) if start == request.capacity else ()
-            from_step = request.last_step if request.placeholders else -1
-            append(new(Slice, (request.id, start, 1, blocks, from_step, True)))
-            request.scheduled = start + 1
-            request.known += 1
+            rows.append((request.id, start, 1, blocks, request.last_step if request.placeholders else -1, True))
+            num_known += known
+            request.scheduled = known
+            request.known = known + 1
             request.placeholders += 1
             request.last_step = step
             request.served_ns = now_ns
             request.account.served += 1
+        self.room.add(len(decodes), num_known)
+        self.decodes += decodes
+        self.slices += map(tuple.__new__, repeat(Slice), rows)
 
     def chunk(self, request: Request, count: int) -> None:
         """The next `count` tokens of a request that has all its ids, and a placeholder where they reach its end."""

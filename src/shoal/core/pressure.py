@@ -24,9 +24,7 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
         return
     worst: tuple[int, int] | None = None
     gain = members.tables.pool.num_sole
-    candidates = victims.InOrder(
-        (r for r in running if r.known > r.shielded and r.scheduled < r.final), members.remaining
-    )
+    candidates = victims.InOrder({one: group.values() for one, group in members.of_urgency.items()}, members.remaining)
     num_slots, num_blocks, num_heads = members.free_slots, 0, 0
     for head in islice(newcomers, MAX_LOOKS):
         if head.last_step > members.returned or members.storing.is_waiting(head):
@@ -36,7 +34,7 @@ def yield_to_urgent(members: Members, newcomers: Iterable[Request], pressing: Co
         if head.service.rank > members.worst_rank or num_heads == MAX_HEADS:
             return
         if head.service.rank == members.worst_rank:
-            worst = worst or max([each.urgency for each in running])
+            worst = worst or max(members.of_urgency)
             if head.urgency >= worst:
                 return
         blocks = blocks_for(members, head)
@@ -94,6 +92,8 @@ def find_blocks(members: Members, decodes: list[Request], part: Part) -> list[Re
 
 def _with_blocks(members: Members, decodes: list[Request], spared: Collection[Request]) -> list[Request]:
     pool = members.tables.pool
+    if len(decodes) <= pool.num_available:
+        return decodes
     growing = [request for request in decodes if request.scheduled == request.capacity]
     if len(growing) <= pool.num_available:
         return decodes

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 
 from shoal.core import invariants, prefetching, pressing, pressure
 from shoal.core.admission import refuse
@@ -203,8 +203,8 @@ class Scheduler:
         limit_ns = part.room.max_ns
         part.wanted_ns = part.room.time_with(decodes)
         if self._composer.weighs and decodes:
-            decodes, limit_ns = self._in_time(decodes, behind, part.room)
-        num_fit = part.room.fit(decodes, limit_ns)
+            decodes, limit_ns = self._in_time(decodes, behind, part)
+        num_fit = part.room.fit(decodes, limit_ns, part.wanted_ns)
         full = num_fit < len(decodes)
         if full and not self._composer.weighs:
             self._serve_first(decodes[num_fit])
@@ -215,16 +215,16 @@ class Scheduler:
         part.decode(found)
         return full and not self._composer.weighs
 
-    def _in_time(self, decodes: list[Request], behind: list[Request], room: Room) -> tuple[list[Request], int]:
+    def _in_time(self, decodes: list[Request], behind: list[Request], part: Part) -> tuple[list[Request], int]:
         """Where the step would be too long for the token that is due next, or for more urgent prompts, the less urgent
         may have to wait: decodes in order of urgency, and the time that they may take."""
-        now_ns = self._members.now_ns
+        room, now_ns = part.room, self._members.now_ns
         prompts = self._urgent_prompts(self._members.worst_rank, behind)
         prompts_ns = sum([room.time_of(start, need) for _, start, need in prompts])
         due_ns = min([request.token_due_ns for request in decodes])
         due_ns = min([due_ns, *(request.token_due_ns for request, _, _ in prompts)])
         limit_ns = min(room.max_ns, due_ns - now_ns) - prompts_ns
-        if room.fit(decodes, max(1, limit_ns)) == len(decodes):
+        if room.fit(decodes, max(1, limit_ns), part.wanted_ns) == len(decodes):
             return decodes, room.max_ns
         decodes = sorted(decodes, key=lambda each: (each.service.rank, each.token_due_ns, each.served_ns, each.order))
         rank = min(
@@ -374,8 +374,8 @@ class Scheduler:
         """The sampled tokens, of requests that each `computed` so many tokens beside chunks. Like Part.decode, without
         calls in the usual case."""
         size, filled_later = self.limits.block_tokens, self._members.tables.filled_later
-        logprobs = result.logprobs
-        finished, append, new = State.FINISHED, events.append, tuple.__new__
+        logprobs, finished = result.logprobs, State.FINISHED
+        rows: list[tuple[object, ...]] = []  # of tokens that `events` lacks
         num_before = self._generation_tokens
         for request, token in zip(sampled, sampled_tokens, strict=True):
             if computed and request.blocks:
@@ -390,11 +390,13 @@ class Scheduler:
             tokens.append(token)
             request.placeholders -= 1
             request.token_due_ns += request.tpot_ns
-            append(new(Token, (request.id, num_output, token, logprobs.get(request.id) if logprobs else None)))
-            if token in request.stops and num_output + 1 >= request.spec.min_tokens:
-                append(self._end(request, Finish.STOP, token))
-            elif len(tokens) == request.limit:
-                append(self._end(request, Finish.LENGTH, None))
+            rows.append((request.id, num_output, token, logprobs.get(request.id) if logprobs else None))
+            stopped = token in request.stops and num_output + 1 >= request.spec.min_tokens
+            if stopped or len(tokens) == request.limit:
+                events += map(tuple.__new__, repeat(Token), rows)
+                rows.clear()
+                events.append(self._end(request, *((Finish.STOP, token) if stopped else (Finish.LENGTH, None))))
+        events += map(tuple.__new__, repeat(Token), rows)
         self._generation_tokens = num_before + len(sampled)
 
     def _end(self, request: Request, reason: Finish, stop_token: int | None) -> Ended:

@@ -1,19 +1,19 @@
 """Whom to preempt when blocks or slots run out.
 
-Who goes first: the least urgent; of these the longest predicted remainder, since it would hold its blocks longest; of
-equal ones the last to arrive. One with few tokens left gives its blocks back soon by itself: never such a one, unless
-all of its urgency are. Never one as urgent as the one that it would make way for, nor the first in order, so that work
-always ends. Who has nothing left to compute is no victim: its step in flight returns its blocks.
+Who goes first: the least urgent; of these the longest predicted remainder, since it would hold its blocks longest and
+one with few tokens left soon gives them back by itself; of equal ones the last to arrive. Never one as urgent as the
+one that it would make way for, nor the first in order, so that work always ends. Who has nothing left to compute is no
+victim: its step in flight returns its blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from heapq import heappop, heappush
 
 from shoal.core.request import Request, State
 
-FEW_LEFT = 32  # tokens
-
+Urgency = tuple[int, ...]
 Remaining = Callable[[Request], int]  # predicted output tokens that are still to come
 Gain = Callable[[list[int]], int]  # blocks that come back when a table is released
 
@@ -35,14 +35,15 @@ def for_growth(
     return chosen
 
 
-def for_urgent(
-    head: Request, candidates: Iterable[Request], num_slots: int, num_blocks: int, gain: Gain
-) -> list[Request]:
+def for_urgent(head: Request, candidates: InOrder, num_slots: int, num_blocks: int, gain: Gain) -> list[Request]:
     """Who must go so that one that waits can enter, which lacks that many slots and blocks; nobody if that is not
     enough. Each that goes gives back a slot, its blocks, and the one block that was left alone for it to grow.
-    `candidates`: InOrder of those that may be preempted for somebody more urgent."""
-    rank = head.service.rank
-    able = (each for each in candidates if each.service.rank > rank or head.outranks(each))
+    `candidates`: of all that run."""
+    able = (
+        each
+        for each in candidates.behind(head.urgency)
+        if head.outranks(each) and each.known > each.shielded and each.scheduled < each.final
+    )
     return _enough(able, num_slots, num_blocks, gain)
 
 
@@ -60,28 +61,46 @@ def for_bound(
 
 
 def in_order(able: Iterable[Request], remaining: Remaining) -> Iterator[Request]:
-    """The first one goes first. Whoever is more urgent is not looked at before it is asked for."""
-    groups: dict[tuple[int, int], list[Request]] = {}
+    """The first one goes first."""
+    groups: dict[Urgency, list[Request]] = {}
     for each in able:
         groups.setdefault(each.urgency, []).append(each)
-    for urgency in sorted(groups, reverse=True):
-        left = [((num := remaining(each)) > FEW_LEFT, num, each.arrival, each) for each in groups[urgency]]
-        left.sort(reverse=True)  # arrivals differ
-        yield from [one[-1] for one in left]
+    return InOrder(groups, remaining).behind(())
 
 
 class InOrder:
-    """The same order, for several to choose from: worked out as far as one of them looks. Who went meanwhile is out."""
+    """That order, for several to choose from: worked out as far as one of them looks. Who went meanwhile is out."""
 
-    def __init__(self, able: Iterable[Request], remaining: Remaining) -> None:
-        self._seen: list[Request] = []
-        self._more = in_order(able, remaining)
+    def __init__(self, groups: Mapping[Urgency, Iterable[Request]], remaining: Remaining) -> None:
+        self._groups = groups
+        self._remaining = remaining
+        self._begun: dict[Urgency, tuple[list[Request], Iterator[Request]]] = {}  # those seen so far, and the others
 
-    def __iter__(self) -> Iterator[Request]:
-        yield from [each for each in self._seen if each.state is State.RUNNING]
-        for each in self._more:
-            self._seen.append(each)
-            yield each
+    def behind(self, urgency: Urgency) -> Iterator[Request]:
+        """Those that are less urgent."""
+        for one in sorted(self._groups, reverse=True):
+            if one <= urgency:
+                return
+            if one not in self._begun:
+                self._begun[one] = ([], _longest_first(self._groups[one], self._remaining))
+            seen, others = self._begun[one]
+            yield from [each for each in seen if each.state is State.RUNNING]
+            for each in others:
+                seen.append(each)
+                yield each
+
+
+def _longest_first(group: Iterable[Request], remaining: Remaining) -> Iterator[Request]:
+    """A remainder is predicted for as few as it takes: it is no longer than max_tokens allows."""
+    allowed = [(each.limit - each.known if each.limit > each.known else 0, each.arrival, each) for each in group]
+    allowed.sort(reverse=True)  # arrivals differ
+    predicted: list[tuple[int, int, Request]] = []
+    for most, arrival, request in allowed:
+        while predicted and -predicted[0][0] > most:
+            yield heappop(predicted)[-1]
+        heappush(predicted, (-remaining(request), -arrival, request))
+    while predicted:
+        yield heappop(predicted)[-1]
 
 
 def _enough(candidates: Iterable[Request], num_slots: int, num_blocks: int, gain: Gain) -> list[Request]:

@@ -72,15 +72,15 @@ class BlockPool:
 
     def release(self, table: list[int]) -> None:
         """An owner gives its whole table back, last block first (evict.py says why)."""
-        refs = self._refs
+        refs, entry_at, cache = self._refs, self._index.at, self._cached.add
         for block in reversed(table):
-            refs[block] -= 1
-            if refs[block] == 0:
-                entry = self._index.at(block)
+            left = refs[block] = refs[block] - 1
+            if not left:
+                entry = entry_at(block)
                 if entry is None:
                     self._free.append(block)
                 else:
-                    self._cached.add(entry)
+                    cache(entry)
 
     def num_sole(self, table: list[int]) -> int:
         """How many blocks become available when this table is released."""

@@ -30,7 +30,7 @@ class Entry:
         self.parent = parent  # bytes: the scope's key, before the first block
         self.tokens = tokens
         self.block = block
-        self.check = check(parent, tokens)
+        self.check: int = hash((parent.check if isinstance(parent, Entry) else parent, tokens))  # without a call
         self.live = True  # False once the block was given to someone else
 
     def path(self) -> list[Entry]:
@@ -128,6 +128,8 @@ class PrefixIndex:
         size = self._block_tokens
         parent = matched[-1] if matched else chain.scope
         for index in range(len(matched), max_blocks):
+            if index < len(chain.keys) and chain.keys[index] not in self._by_key:
+                break
             block_tokens = tuple(tokens[index * size : (index + 1) * size])
             entry = self._by_key.get(chain.key(index, block_tokens))
             if entry is None:
@@ -143,19 +145,19 @@ class PrefixIndex:
         """Enters the owner's blocks [chain.num_entries, num_filled), whose KV is there."""
         if chain.closed:
             return
-        size, by_key, tail = self._block_tokens, self._by_key, chain.tail
+        size, by_key, by_block, keys, tail = self._block_tokens, self._by_key, self._by_block, chain.keys, chain.tail
         for index in range(chain.num_entries, num_filled):
             block_tokens = tuple(tokens[index * size : (index + 1) * size])
-            key = chain.key(index, block_tokens)
+            key = keys[index] if index < len(keys) else chain.key(index, block_tokens)
             if key in by_key:
                 chain.closed = True  # computed twice at the same time, or a collision
-                return
-            tail = Entry(key, tail, block_tokens, blocks[index])
-            by_key[key] = self._by_block[tail.block] = tail
-            chain.tail = tail
+                break
+            block = blocks[index]
+            tail = by_key[key] = by_block[block] = Entry(key, tail, block_tokens, block)
             chain.num_entries = index + 1
             if self.news is not None:
-                self.news.append((key, chain.keys[index - 1] if index else b"", DEVICE, True))
+                self.news.append((key, keys[index - 1] if index else b"", DEVICE, True))
+        chain.tail = tail
 
     def remove(self, entry: Entry) -> None:
         """The block is given to someone else."""
