@@ -71,7 +71,7 @@ class Service:
     def counts(self) -> dict[str, float]:
         """Whatever only grows."""
         counts = {f"split_requests {'/'.join(key)}": value for key, value in _metric(self._gateway, "split_requests")}
-        counts |= {f"moves {'/'.join(key)}": value for key, value in _metric(self._gateway, "request_moves")}
+        counts |= {f"moves {'/'.join(key)}": value for key, value in _metric(self._gateway, "request_migrations")}
         fetched = [value for url in self._engines for _, value in _metric(url, "kv_fetched_bytes")]
         return counts | {"fetched_bytes": sum(fetched)}
 

@@ -137,14 +137,14 @@ def test_a_replay_that_is_refused_for_now_is_tried_elsewhere() -> None:
         assert isinstance(stream.refused(Refusal.KV_POOL, "too large")[-1], Failed)
 
 
-def test_a_move_withdraws_what_is_open_and_is_no_loss() -> None:
+def test_a_migration_withdraws_what_is_open_and_is_no_loss() -> None:
     stream = sent(2)
-    assert stream.moved() == []  # nothing came back: it can as well start over
+    assert stream.migrated() == []  # nothing came back: it can as well start over
     stream.update(0, 0, (5,), (), LENGTH)
     for _ in range(2 * MAX_REPLAYS):
         stream.update(1, len(stream.delivered(1)), (6,))
-        assert stream.moved() == [Withdraw((1,))]
-        assert stream.moved() == []
+        assert stream.migrated() == [Withdraw((1,))]
+        assert stream.migrated() == []
         stream.sent("b")
     assert isinstance(stream.lost("replica_lost", "gone")[-1], SendAgain)
 
@@ -223,7 +223,7 @@ def test_random_histories_end_once_and_deliver_every_token_once() -> None:
                 case 3:
                     effects = stream.cancel()
                 case 4:
-                    effects = stream.moved()
+                    effects = stream.migrated()
                 case _:
                     tokens = tuple(rng.choices(range(10), k=rng.randrange(4)))
                     ending = rng.choice([None, None, None, LENGTH, (Finish.ERROR, None, 0, "")])

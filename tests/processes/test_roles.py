@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import role
-from tests.processes.test_moving import Stream, metric, running
 from tests.support.serve import Serving, complete, serve
+from tests.support.streams import Stream, metric, running
 from tests.support.wires import until
 
 pytestmark = pytest.mark.torch
@@ -50,7 +50,7 @@ async def test_prompts_go_to_one_engine_and_their_answers_on_to_the_other(pair: 
     _, tasks = ask(pair, model, "one")
     found = await asyncio.gather(*tasks)
     assert metric(pair, "split_requests", decision="split", reason="pays") == NUM_STREAMS
-    assert metric(pair, "request_moves", outcome="moved") == NUM_STREAMS
+    assert metric(pair, "request_migrations", outcome="migrated") == NUM_STREAMS
     await assign(pair, model, "both", "both")
     _, tasks = ask(pair, model, "one")
     assert found == await asyncio.gather(*tasks)

@@ -4,11 +4,11 @@ The choices (n) of a prompt travel together: same replica, same attempt.
 
     WAITING ──sent──► SENT ──first news──► STREAMING ──every choice ended──► ENDED
        ▲                │                      │
-       └──── lost ──────┴──── lost, moved ─────┘        lost too often, or nobody is left: FAILED
+       └──── lost ──────┴──── lost, migrated ──┘        lost too often, or nobody is left: FAILED
 
 A request of which nothing came back starts over, at most twice and within a budget for all requests. One that was
-streaming is replayed: the next replica gets the tokens that were delivered and goes on behind them. A move is a replay
-that was prepared (gateway/moving.py): the replica that has it is told to drop it at the same moment.
+streaming is replayed: the next replica gets the tokens that were delivered and goes on behind them. A migration is a
+replay that was prepared (gateway/migration.py): the replica that has it is told to drop it at the same moment.
 
 The seam is checked here: the token indices of a choice run 0, 1, 2 … without gap or repeat, and a choice ends once.
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from shoal.core.request import Finish, Refusal
 
 MAX_ATTEMPTS = 3  # of a request of which nothing came back
-MAX_REPLAYS = 3  # after a loss; moves do not count
+MAX_REPLAYS = 3  # after a loss; migrations do not count
 _NOT_NOW = {Refusal.DRAINING, Refusal.QUEUE_FULL, Refusal.WAITING_BOUND}  # another replica may take it
 
 
@@ -220,8 +220,8 @@ class Stream:
         self._avoid |= {self.replica}
         return [Withdraw(working), SendAgain(wait_ms, self._avoid)]
 
-    def moved(self) -> list[Effect]:
-        """Another replica is ready to go on; `sent` follows at once. Empty: there is nothing to move."""
+    def migrated(self) -> list[Effect]:
+        """Another replica is ready to go on; `sent` follows at once. Empty: there is nothing to migrate."""
         if self.phase is not Phase.STREAMING:
             return []
         working = self.open_choices()

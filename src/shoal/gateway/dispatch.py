@@ -24,7 +24,7 @@ from shoal.gateway.errors import ApiError, Reason, internal
 from shoal.gateway.job import Job, Order
 from shoal.gateway.link import EngineLink
 from shoal.gateway.metrics import Metrics
-from shoal.gateway.moving import Move, Outcome
+from shoal.gateway.migration import Migration, Outcome
 from shoal.gateway.output import ChoiceOutput
 from shoal.gateway.prompts import off_loop
 from shoal.gateway.replicas import Place, Replicas
@@ -32,7 +32,7 @@ from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.wire.messages import EngineInfo, Refusing, Update
 
 TICK_S = 0.25
-MAX_MOVES = 4  # at one time, away from replicas that end: as many as a replica fetches and lends for
+MAX_MIGRATIONS = 4  # at one time, away from replicas that end: as many as a replica fetches and lends for
 
 log = logging.getLogger("shoal.gateway")
 
@@ -54,7 +54,7 @@ class Attempts:
         self._ids: dict[int, str] = {}  # of the open attempt, by choice
         self._expected_tokens = 0  # of its prompt, that its first replica was believed to hold
         self._then: EngineLink | None = None  # is to decode what its replica computes
-        self._move: Move | None = None  # under way
+        self._migration: Migration | None = None  # under way
         self._seam_s: float | None = None  # when the last token came that another replica sent
         self._retry: asyncio.TimerHandle | None = None
         self._waits_since_s = job.order.asked_s  # without a slice
@@ -97,16 +97,20 @@ class Attempts:
             self._retry.cancel()
         self._perform(self._stream.cancel(), why)
 
-    # -- moving --------------------------------------------------------------------------------------------------------
+    # -- migration -----------------------------------------------------------------------------------------------------
 
     @property
     def link(self) -> EngineLink | None:
         """The replica that it streams from."""
         return self._link if self._stream.phase is stream.Phase.STREAMING else None
 
+    def delivered(self, choice: int) -> Sequence[int]:
+        """Its tokens so far."""
+        return self._stream.delivered(choice)
+
     @property
-    def moving(self) -> bool:
-        return self._move is not None
+    def migrating(self) -> bool:
+        return self._migration is not None
 
     def elsewhere(self) -> EngineLink | None:
         """Another replica, the best one, where it could go on."""
@@ -116,16 +120,16 @@ class Attempts:
         target = place and (place.then or place.link)
         return None if target is self._link else target
 
-    def move(self, target: EngineLink) -> bool:
-        """Begins to move it there, unless it cannot be moved or is moving already."""
+    def migrate(self, target: EngineLink) -> bool:
+        """Begins to migrate it there, unless that cannot be done or is on its way already."""
         source = self.link
-        if source is None or self._move is not None or source is target or not target.ready:
+        if source is None or self._migration is not None or source is target or not target.ready:
             return False
         infos = [each.info for each in (source, target)]  # a source that ends lends all the same
         if any(info is None or not info.peers or info.hash_root != self._hash_root for info in infos):
             return False
-        self._move = Move(source, target, self._so_far, self._move_over)
-        self._move.begin()
+        self._migration = Migration(source, target, self._so_far, self._migration_over)
+        self._migration.begin()
         return True
 
     def _so_far(self) -> list[RequestSpec]:
@@ -136,19 +140,19 @@ class Attempts:
             for choice in self._stream.open_choices()
         ]
 
-    def _move_over(self, outcome: Outcome) -> None:
-        move, self._move = self._move, None
-        assert move is not None
-        if outcome is Outcome.MOVED:
-            self._perform(self._stream.moved(), "moved")
-            owner = move.source.info
+    def _migration_over(self, outcome: Outcome) -> None:
+        migration, self._migration = self._migration, None
+        assert migration is not None
+        if outcome is Outcome.MIGRATED:
+            self._perform(self._stream.migrated(), "migrated")
+            owner = migration.source.info
             assert owner is not None
             num_tokens = len(self._specs[0].prompt) + len(self._stream.delivered(self._stream.open_choices()[0]))
-            peer = Peer(owner.peers, move.source.incarnation, num_tokens // self._block_tokens)
+            peer = Peer(owner.peers, migration.source.incarnation, num_tokens // self._block_tokens)
             self._seam_s = time.monotonic() if self._job.last_token_s is None else self._job.last_token_s
-            self._send(Place(move.target, num_tokens, peer))
-        self._dispatcher.metrics.moves.labels(outcome).inc()
-        log.info("request.moved", {"id": self._job.order.id, "outcome": outcome, "to": move.target.name})
+            self._send(Place(migration.target, num_tokens, peer))
+        self._dispatcher.metrics.migrations.labels(outcome).inc()
+        log.info("request.migrated", {"id": self._job.order.id, "outcome": outcome, "to": migration.target.name})
 
     # -- what the link reports -----------------------------------------------------------------------------------------
 
@@ -175,7 +179,7 @@ class Attempts:
         if update.waited_ns is not None or update.tokens:
             self._waits_since_s = time.monotonic()
         if update.tokens and self._seam_s is not None:
-            self._dispatcher.metrics.move_pause.observe(time.monotonic() - self._seam_s)
+            self._dispatcher.metrics.migration_pause.observe(time.monotonic() - self._seam_s)
             self._seam_s = None
         if not (update.tokens or update.prompt_logprobs or update.ending):
             return  # nothing of the answer came back, so the request can still start over elsewhere
@@ -189,7 +193,7 @@ class Attempts:
         self._perform(self._stream.update(choice, update.index, update.tokens, update.logprobs, end))
         if update.tokens and self._then is not None:
             then, self._then = self._then, None
-            self.move(then)
+            self.migrate(then)
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -211,8 +215,8 @@ class Attempts:
     def _withdraw(self, choices: Sequence[int], why: str) -> None:
         if self._link is not None:
             self._link.abort([self._ids[choice] for choice in choices], why)
-        if self._move is not None and self.link is None:
-            self._move.give_up()
+        if self._migration is not None and self.link is None:
+            self._migration.give_up()
 
     def _output(self, choice: int) -> ChoiceOutput:
         return self._job.outputs[self._prompt * len(self._specs) + choice]
@@ -365,13 +369,13 @@ class Dispatcher:
         if not any(link.draining for link in self.replicas.links):
             return
         streams = [attempts for job in self._jobs.values() for attempts in job.attempts]
-        num_moving = sum(attempts.moving for attempts in streams)
+        num_migrating = sum(attempts.migrating for attempts in streams)
         for attempts in streams:
-            if num_moving >= MAX_MOVES:
+            if num_migrating >= MAX_MIGRATIONS:
                 return
-            if attempts.link is not None and attempts.link.draining and not attempts.moving:
+            if attempts.link is not None and attempts.link.draining and not attempts.migrating:
                 target = attempts.elsewhere()
-                num_moving += target is not None and attempts.move(target)
+                num_migrating += target is not None and attempts.migrate(target)
 
     def fail_all(self) -> None:
         for job in list(self._jobs.values()):

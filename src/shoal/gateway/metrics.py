@@ -37,9 +37,11 @@ class Metrics:
         }
         self.retries = counter("request_retries", "Attempts after the first, before any token came")
         self.replays = counter("request_replays", "Streams that went on at another replica when theirs was lost")
-        self.moves = counter("request_moves", "Streams that were to be moved to another replica", "outcome")
-        self.move_pause = histogram(
-            "request_move_pause_seconds", "Between the last token before a move and the first after it", _TOKEN_S
+        self.migrations = counter("request_migrations", "Streams that were to migrate to another replica", "outcome")
+        self.migration_pause = histogram(
+            "request_migration_pause_seconds",
+            "Between the last token before a migration and the first after it",
+            _TOKEN_S,
         )
         self._splits = counter("split_requests", "Prompts placed where replicas have roles", "decision", "reason")
         self.batch_lines = counter("batch_lines", "Lines of batches that have their result, in full or not", "ok")

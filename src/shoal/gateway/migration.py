@@ -1,4 +1,4 @@
-"""Moves a stream to another replica: its KV is brought there while it goes on here, then it goes on there.
+"""Migrates a stream to another replica: its KV is brought there while it goes on here, then it goes on there.
 
     prefetch what is there so far ──► little is missing ──► the old replica drops it, the new one gets a replay
          ▲                       │
@@ -27,16 +27,16 @@ _numbers = itertools.count(1)
 
 
 class Outcome(StrEnum):
-    """How a move ended."""
+    """How a migration ended."""
 
-    MOVED = "moved"
+    MIGRATED = "migrated"
     REFUSED = "refused"  # the new replica takes nothing
     LOST = "lost"  # it, or the way to it
     NOT_FETCHED = "not_fetched"  # too little of the KV came
     ENDED = "ended"  # the request was over before
 
 
-class Move:
+class Migration:
     """Of all open choices of one prompt. `progress` says what they are now: specs with all tokens so far as prompt."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Move:
         progress: Callable[[], Sequence[RequestSpec]],
         done: Callable[[Outcome], None],
     ) -> None:
-        """`done` is called once, with MOVED when the hand-over is due."""
+        """`done` is called once, with MIGRATED when the hand-over is due."""
         self.source = source
         self.target = target
         self.outcome: Outcome | None = None
@@ -111,12 +111,12 @@ class Move:
         if missing > FEW_TOKENS and fewer and self._round < MAX_ROUNDS:
             self._missing = missing
             return self.begin()
-        self._end(Outcome.MOVED if missing <= MANY_TOKENS else Outcome.NOT_FETCHED)
+        self._end(Outcome.MIGRATED if missing <= MANY_TOKENS else Outcome.NOT_FETCHED)
 
     def _end(self, outcome: Outcome) -> None:
         if self.outcome is not None:
             return
         self.outcome = outcome
         waits, self._waits = self._waits, {}
-        self.target.abort(waits.values(), "move_over")
+        self.target.abort(waits.values(), "migration_over")
         self._done(outcome)
