@@ -7,6 +7,7 @@ put between the store and `os`, as in test_disk_tier.py.
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import time
@@ -28,7 +29,7 @@ from shoal.engine.transfer import diskfile
 from shoal.engine.transfer.breaker import RETRY_NS
 from shoal.engine.transfer.disk import DiskBlocks
 from shoal.engine.transfer.host import HostBlocks
-from shoal.engine.transfer.storage import Storage
+from shoal.engine.transfer.storage import BELIEVED_BYTES_PER_S, Storage
 from tests.engine.test_disk_tier import Clock, FaultyOs, flip, full_after
 from tests.support.drive import Outcome, make_scheduler, run_requests
 
@@ -364,6 +365,21 @@ def test_an_engine_is_built_with_its_disk_tier(tiny: Path, tmp_path: Path) -> No
     assert parts.disk is not None and not any(parts.disk.errors.values())
     assert parts.copier is not None and parts.copier.close(WAIT_S)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("disk")]
+
+
+def test_the_rate_of_reads_is_measured_where_that_can_be_done(
+    start: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the store, of which nothing is touched; on a full or read-only disk a guess has to do."""
+    storage = start(tmp_path / "kv").storage
+    assert storage.measure() > 0 and sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["blocks", "lock"]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert storage.measure() == BELIEVED_BYTES_PER_S
+    assert storage.num_blocks == 0 and not any(storage.errors.values())
 
 
 @pytest.mark.parametrize("field", ["kv_disk_bytes", "host_cache_bytes", "enable_prefix_caching"])

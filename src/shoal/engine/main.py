@@ -19,7 +19,7 @@ from shoal.engine.config import EngineConfig
 from shoal.engine.process import Engine, Parts
 from shoal.engine.transfer.copier import Copier
 from shoal.engine.transfer.peers import Peers
-from shoal.engine.transfer.storage import BELIEVED_BYTES_PER_S, Storage
+from shoal.engine.transfer.storage import Storage
 from shoal.fleet.view import ReplicaRole
 from shoal.telemetry import logs
 from shoal.telemetry.journal import JournalFile, Planner, Recorder
@@ -105,7 +105,7 @@ def build(
             limits,
             num_host_blocks=runner.host.num_blocks,
             copy_bytes_per_s=copier.measure(),
-            disk_bytes_per_s=BELIEVED_BYTES_PER_S if disk else 0.0,
+            disk_bytes_per_s=disk.measure() if disk else 0.0,
         )
         log.info("engine.host_tier", {"blocks": limits.num_host_blocks, "bytes_per_s": int(limits.copy_bytes_per_s)})
     on_disk = disk.held() if disk else []

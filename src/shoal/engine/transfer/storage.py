@@ -10,11 +10,13 @@ waits longer than the store's limit.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from shoal.core.plan import Copied, Held, KvOp
@@ -24,7 +26,9 @@ from shoal.engine.transfer.diskjobs import Outcome
 if TYPE_CHECKING:  # importing it loads torch, which an engine does later
     from shoal.engine.transfer.host import HostBlocks
 
-BELIEVED_BYTES_PER_S = 200e6  # of reads, before any was done
+BELIEVED_BYTES_PER_S = 200e6  # of reads, where they could not be measured
+MEASURED_BYTES = 16 << 20
+MEASURE_NS = 100_000_000  # longest time of writing for that, and of reading, but for the last block
 
 log = logging.getLogger("shoal.engine")
 
@@ -51,6 +55,7 @@ class Storage:
     ) -> None:
         """ValueError as of DiskBlocks."""
         self._host = host
+        self._folder = folder
         self._errors = Counter({"memory": 0, "raised": 0})
         self._dropped: dict[bytes, None] = {}  # keys, until the next move is done
         self._lock = threading.Lock()  # of moves and of these; the store's own, if any, is taken first
@@ -84,6 +89,24 @@ class Storage:
     def errors(self) -> Mapping[str, int]:
         """By reason, those of the store included."""
         return {**self._store.errors, **self._errors}
+
+    def measure(self) -> float:
+        """Bytes per second of reading blocks from the folder's disk, past the system's memory where that can be done.
+
+        Their file has no name. Takes as long as two times MEASURE_NS and what it takes to flush MEASURED_BYTES at most.
+        """
+        block = bytearray(os.urandom(self._host.block_bytes))
+        try:
+            with TemporaryFile(buffering=0, dir=self._folder) as file:
+                size = _spent(lambda: file.write(block))[0]
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+                file.seek(0)
+                num_bytes, spent_ns = _spent(lambda: file.readinto(block))
+                return num_bytes / spent_ns * 1e9
+        except OSError as error:
+            log.warning("kv.disk_not_measured", {"error": str(error)})
+            return BELIEVED_BYTES_PER_S
 
     def start(self, op: KvOp, tell: Callable[[Copied | Exception], None]) -> None:
         """Returns when all is in line. `tell` is called on any thread and must return at once."""
@@ -139,3 +162,13 @@ class Storage:
     def _count(self, reason: str, error: object) -> None:
         self._errors[reason] += 1
         log.warning("kv.disk_error", {"reason": reason, "error": str(error)})
+
+
+def _spent(call: Callable[[], int]) -> tuple[int, int]:
+    """Again and again, until nothing comes of it, it is enough or late: how many bytes, and ns."""
+    began_ns, num_bytes = time.perf_counter_ns(), 0
+    while num_bytes < MEASURED_BYTES and (count := call()):
+        num_bytes += count
+        if time.perf_counter_ns() - began_ns > MEASURE_NS:
+            break
+    return num_bytes, time.perf_counter_ns() - began_ns
