@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from shoal.core.kv import host
-from shoal.core.kv.hashing import chain, root_key, scope_key
+from shoal.core.kv import host, prefix
+from shoal.core.kv.hashing import NO_KEY, chain, root_key, scope_key
 from shoal.core.kv.host import HostTier
 from shoal.core.kv.prefix import check
 from shoal.core.limits import Limits
-from shoal.core.plan import Ended, KvOp, StepPlan
+from shoal.core.plan import Ended, Held, KvOp, StepPlan
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 from tests.core.block_runner import BlockRunner
@@ -25,7 +26,7 @@ SIZE = 4
 class Replica:
     """Blocks of four tokens; steps take one tick, and copies are done when they are told to be."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, on_disk: Sequence[Held] = (), **limits: Any) -> None:
         fields = {
             "num_blocks": 64,
             "num_host_blocks": 64,
@@ -34,7 +35,8 @@ class Replica:
             "vocab_size": VOCAB,
             "block_bytes": 1000,
         }
-        self.scheduler = Scheduler(Limits(**(fields | limits)), hash_root=root_key("m", "float32", "1", SIZE))
+        root = root_key("m", "float32", "1", SIZE)
+        self.scheduler = Scheduler(Limits(**(fields | limits)), hash_root=root, on_disk=on_disk)
         self.runner = BlockRunner(SIZE, sample)
         self.clients: dict[str, Client] = {}
         self.ended: list[str] = []
@@ -193,3 +195,36 @@ def test_nobody_makes_way_for_one_whose_prefix_is_still_coming() -> None:
     replica.step()
     assert replica.scheduler.view().preemptions == 1
     replica.run("first", "second", "low")
+
+
+def test_kv_02_d_with_a_constant_hash_a_lookup_in_the_host_tier_is_a_miss_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix, "block_key", lambda parent, tokens: b"the same 16 byte")
+    replica = Replica()
+    replica.serve("a", prompt(1, 1))
+    replica.rest()
+    assert replica.host.num_cached == 1
+    replica.scheduler._members.tables.pool.allocate(64)  # on the device nothing is left of "a"
+    assert replica.scheduler.view().cached_blocks == 0
+    before = replica.scheduler.view().hash_collisions
+    tier = replica.scheduler._members.sharing
+    replica.submit("b", prompt(2, 1))
+    replica.submit("c", prompt(1, 1))
+    line = {request.id: request for request in replica.scheduler._members.line}
+    assert tier.find(line["b"]) == [] and replica.scheduler.view().hash_collisions == before + 1
+    assert len(tier.find(line["c"])) == 1 and replica.scheduler.view().hash_collisions == before + 1
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_kv_02_d_with_a_constant_hash_a_lookup_on_the_disk_is_a_miss_and_is_counted(
+    monkeypatch: pytest.MonkeyPatch, right: bool
+) -> None:
+    key = b"the same 16 byte"
+    monkeypatch.setattr(prefix, "block_key", lambda parent, tokens: key)
+    tokens = prompt(1, 1)
+    replica = Replica([Held(key, NO_KEY, tokens[:SIZE] if right else (9,) * SIZE)], disk_bytes_per_s=1e9)
+    replica.submit("a", tokens)
+    plan = replica.scheduler.plan(1)
+    assert plan is not None and [len(op.disk) for op in plan.ops] == [1] * right
+    assert replica.scheduler.view().hash_collisions == (not right)

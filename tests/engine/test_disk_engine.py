@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from shoal.core.kv.news import DISK
-from shoal.core.plan import StepPlan
+from shoal.core.plan import Copied, StepPlan
 from shoal.core.request import RequestSpec, Sampling
 from shoal.core.scheduler import Scheduler
 from shoal.engine import main
@@ -346,6 +347,68 @@ def test_a_bit_flipped_on_the_way_from_the_disk_is_noticed(
     served_as_without(engine, alone, num_hit=80)
     view = engine.scheduler.view()
     assert len(spoilt) == 5 and view.bad_blocks == 1 and not engine.errors()
+
+
+# -- other cases of the KV tiers ---------------------------------------------------------------------------------------
+
+
+def test_kv_01_a_salt_separates_prefixes_in_all_tiers_and_after_a_restart(
+    start: Callable[..., Engine], tmp_path: Path, alone: dict[str, list[int]]
+) -> None:
+    """The same prompt, now with one salt and now with another: each finds what was computed with its own."""
+    one, other = (replace(ASKED, salt=salt, max_tokens=1) for salt in ("one", "other"))
+    filler = RequestSpec(id="filler", prompt=tuple(place % 7 for place in range(300)), max_tokens=1, sampling=GREEDY)
+    engine = start(tmp_path / "kv")
+    found: list[int] = []
+
+    def serve(spec: RequestSpec) -> None:
+        outcome = engine.serve(spec)["asked"]
+        assert outcome.tokens == alone["asked"][:1] and outcome.ended is not None
+        found.append(outcome.ended.cached_tokens)
+
+    serve(one)
+    serve(other)
+    engine.serve(filler)  # takes most of the device's blocks
+    assert found == [0, 0]
+    serve(one)
+    assert engine.scheduler.view().host_hits > 0
+    engine.scheduler = engine.new_scheduler()  # the host tier is empty
+    num_blocks = engine.storage.num_blocks
+    serve(one)
+    assert engine.scheduler.view().disk_hits == 80 and found == [0, 0, 80, 80]
+    serve(other)
+    assert engine.scheduler.view().disk_hits == 160 and found[-1] == 80
+    serve(replace(ASKED, salt="a third", max_tokens=1))
+    assert engine.scheduler.view().disk_hits == 160 and found[-1] == 0
+    assert num_blocks >= 10 and not engine.errors()
+
+
+def test_kv_03_c_an_abort_while_the_disk_hangs_gives_host_blocks_back_within_the_limit(
+    start: Callable[..., Engine], folder: Path, faults: FaultyOs
+) -> None:
+    """Not before the store has let go of them, and not later than its limit."""
+    engine = start(folder)
+    gate = faults.hold("preadv")
+    scheduler, told = engine.scheduler, SimpleQueue[Copied | Exception]()
+    scheduler.submit(ASKED, 0)
+    plan = scheduler.plan(0)
+    assert plan is not None and len(plan.ops) == 1 and not plan.slices
+    engine.runner.launch(plan)
+    engine.storage.start(plan.ops[0], told.put)
+    assert gate.entered.acquire(timeout=WAIT_S)
+    scheduler.apply(engine.runner.collect(), 1)
+    assert len(scheduler.abort("asked", 1)) == 1
+    scheduler.check()
+    view = scheduler.view()
+    assert view.total_host_blocks - view.free_host_blocks == 5 and told.empty()
+    engine.clock.now_ns += 1_000_000_000
+    engine.storage._store.expire()
+    copied = told.get(timeout=WAIT_S)
+    assert isinstance(copied, Copied) and len(copied.bad) == 5
+    scheduler.copied([copied], 2)
+    scheduler.check()
+    assert scheduler.view().free_host_blocks == view.total_host_blocks
+    gate.open()
 
 
 # -- the whole engine --------------------------------------------------------------------------------------------------
