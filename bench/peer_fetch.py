@@ -1,17 +1,22 @@
-"""Fetch or compute: when the first token of a prompt is there whose blocks another engine holds, told to do either, and
-by choice; simulated, over link rates and lengths. The engine learns the rate from the fetches before, starting from its
-configured belief, and gives a fetch up when computing would have been done.
+"""Fetch or compute: when is the first token of a prompt there whose blocks another engine holds?
 
-    python bench/peer_fetch.py [--quick] [--json FILE]
+live       engine processes of the default model: one holds the beginning; of the two that do not, one reads it over TCP
+           and one over shared memory. In turn, each round with other prompts, from the request's leaving a gateway to
+           its first token there; nothing else is asked for meanwhile
+simulated  told to do either, and by choice, over link rates and lengths. The engine learns the rate from the fetches
+           before, starting from its configured belief, and gives a fetch up when computing would have been done
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from statistics import fmean
+import asyncio
+from collections.abc import Iterable, Sequence
+from random import Random
+from statistics import fmean, median
 from typing import Literal, NamedTuple
 
 from common import Report, arguments
+from neighbour import Neighbour, processes
 from shoal.core.kv.hashing import root_key
 from shoal.core.limits import Limits
 from shoal.core.plan import Event, Refused, Token
@@ -29,6 +34,9 @@ MACHINE = (1.2e8, 2.1e6, 350.0, 5e5, 2e3)  # of core.stepcost
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 28 * 1024
 ROOT = root_key("simulated", "none", "none", BLOCK_TOKENS)
 NUM_PRIMING, NUM_ASKED = 4, 40  # prompts before those that count, and those
+
+HELD_TOKENS, OWN_TOKENS = 2000, 16
+LIVE_TARGET = 0.15
 
 
 class Cell(NamedTuple):
@@ -85,11 +93,55 @@ def seconds(cell: Cell, mode: Mode) -> float:
     return fmean(asked[NUM_PRIMING:])
 
 
+# -- live --------------------------------------------------------------------------------------------------------------
+
+
+async def live(report: Report, num_rounds: int) -> None:
+    """The first round shows engines what they have not done yet, and does not count."""
+    started = [{"name": name, "transport": name} for name in ("both", "tcp", "shm")]
+    async with processes(*started) as (owner, tcp, shm):
+        chance = Random(1)
+        found: dict[str, list[float]] = {"compute": [], "tcp": [], "shm": []}
+        for number in range(num_rounds + 1):
+            begin, other = ([*chance.choices(range(owner.info.vocab_size), k=HELD_TOKENS)] for _ in range(2))
+            await owner.ask([*begin, 0])
+            took = {"compute": await first_token(tcp, other)}
+            for name, engine in (("tcp", tcp), ("shm", shm)):
+                took[name] = await first_token(engine, begin, owner)
+            for name, ttft_s in took.items():
+                found[name] += [ttft_s] * (number > 0)
+    rows = []
+    for name, all in found.items():
+        shares = [one / other for one, other in zip(all, found["compute"], strict=True)]
+        rows.append((name, *(1e3 * value for value in (median(all), min(all), max(all))), median(shares), max(shares)))
+    columns = ("how", "TTFT ms, P50", "least", "most", "by computing: P50", "worst")
+    report.table(f"live: {HELD_TOKENS} tokens held by another engine; medians of {num_rounds} rounds", columns, rows)
+    share = rows[1][4]
+    name = f"live: TTFT over tcp, by computing {HELD_TOKENS} tokens"
+    report.claim(name, round(share, 3), f"at most {LIVE_TARGET:g}", share <= LIVE_TARGET)
+
+
+async def first_token(engine: Neighbour, begin: Sequence[int], owner: Neighbour | None = None) -> float:
+    """Seconds, for a prompt that begins like this and goes on a little, to an engine that has nothing of it."""
+    peer = None if owner is None else owner.peer(HELD_TOKENS)
+    answer = await engine.ask([*begin, *range(1, OWN_TOKENS + 1)], peer=peer)
+    assert answer.cached_tokens == HELD_TOKENS * (owner is not None), answer
+    return answer.ttft_s
+
+
 def main() -> None:
-    options = arguments(__doc__ or "").parse_args()
-    report = Report("peer_fetch", options)
+    report = Report("peer_fetch", arguments(__doc__.splitlines()[0]).parse_args())
+    asyncio.run(live(report, 2 if report.quick else 20))
+    choices(report)
+    report.finish()
+
+
+# -- simulated ---------------------------------------------------------------------------------------------------------
+
+
+def choices(report: Report) -> None:
     rows, worst, num_fetch = [], 0.0, 0
-    cells = QUICK if options.quick else GRID
+    cells = QUICK if report.quick else GRID
     for cell in cells:
         fetched, computed, chosen = [seconds(cell, mode) for mode in ("fetch", "compute", "choose")]  # type: ignore[arg-type]
         loss = chosen / min(fetched, computed)
@@ -101,7 +153,6 @@ def main() -> None:
     report.claim("choice, by the better way", round(worst, 3), "at most 1.1", worst <= 1.1)
     share = min(num_fetch, len(cells) - num_fetch) / len(cells)
     report.claim("cells in which the rarer answer is right", round(share, 3), "at least 0.25", share >= 0.25)
-    report.finish()
 
 
 if __name__ == "__main__":
