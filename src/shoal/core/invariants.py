@@ -18,7 +18,7 @@ def check(scheduler: Scheduler) -> None:
     members = scheduler._members
     running, waiting, parking = members.running, list(members.line), members.parking
     tables = parking.device_tables() + members.fetching.device_tables() + members.lending.device_tables()
-    members.tables.check(running.values(), tables, members.returned, scheduler._step)
+    members.tables.check(running.values(), tables, members.returned, members.planned)
     parking.check(waiting, members.storing.host_tables())
     moving = parking.requests() + members.fetching.requests()
     ahead = members.prefetches + members.prefetched
@@ -57,7 +57,7 @@ def _check_leaves(leaves: list[str], running: dict[str, Request]) -> None:
 
 def _check_flights(scheduler: Scheduler, live: dict[str, Request]) -> None:
     steps = [flight.step for flight in scheduler._flights]
-    expected = list(range(scheduler._members.returned + 1, scheduler._step + 1))
+    expected = list(range(scheduler._members.returned + 1, scheduler._members.planned + 1))
     assert steps == expected, f"steps in flight are {steps}, not {expected}"
     planned: dict[int, int] = {}
     for flight in scheduler._flights:

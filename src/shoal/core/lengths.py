@@ -71,7 +71,7 @@ def _pieces(hazards: list[float]) -> list[Piece]:
         width = _WIDTHS[at]
         ending = (reached[at] - reached[at + 1]) / width
         beyond += width * (reached[at] - ending * 0.5 * (width - 1))
-        pieces.append(Piece(_STARTS[at], reached[at], ending, beyond))
+        pieces.append(tuple.__new__(Piece, (_STARTS[at], reached[at], ending, beyond)))
     return pieces[::-1]
 
 

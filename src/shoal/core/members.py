@@ -70,7 +70,7 @@ class Members:
         self.yielded: list[Request] = []  # preempted by the plan that is being made
         self.events: list[Event] = []  # of plan(), told by the next apply()
         self.now_ns = 0
-        self.returned = 0  # newest step that was applied
+        self.planned = self.returned = 0  # newest step that was planned, and that was applied
         self.prompt_tokens = 0
         self.preemptions = self.parks = self.recomputed_tokens = 0
         self.tokens_lost = 0  # of those that wait to be computed again
@@ -94,7 +94,8 @@ class Members:
     def num_coming(self) -> int:
         """Blocks that are available now, or will be without anyone's help when what is in flight is done."""
         num_kept = self.parking.num_leaving_blocks + self.lending.num_coming
-        return self.tables.num_coming(self.running.values()) + num_kept
+        in_flight = self.running.values() if self.planned > self.returned else ()
+        return self.tables.num_coming(in_flight) + num_kept
 
     def remaining(self, request: Request) -> int:
         """Predicted output tokens that are still to come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.core.classes import STANDARD, ServiceClass
@@ -104,6 +105,12 @@ class RequestSpec:
     prefetch: bool = False  # only bring what the peer holds of the prompt: nothing is computed, nothing waits for it
 
 
+@lru_cache(maxsize=64)
+def stop_set(ids: tuple[int, ...]) -> frozenset[int]:
+    """One for all requests that stop at the same tokens: each step looks at that of each request."""
+    return frozenset(ids)
+
+
 class Account:
     """What a tenant was served in a class, in tokens: the virtual counter of fair shares (Sheng et al., OSDI 2024)."""
 
@@ -185,7 +192,7 @@ class Request:
         self.tpot_ns = int(AIM * max(service.tpot_ms, spec.tpot_ms if service.tpot_ms else 0.0) * 1e6)
         self.max_wait_ns = int(service.max_wait_s * 1e9)
         self.leader = leader  # None once its prompt is computed, or it ended
-        self.stops = frozenset(spec.stop_token_ids)
+        self.stops = stop_set(spec.stop_token_ids)
         self.num_prompt = len(spec.prompt)
         self.limit = self.num_prompt + spec.max_tokens  # known tokens at which sampling stops
         self.final = positions(spec)  # computed tokens at which nothing is left to compute

@@ -82,7 +82,6 @@ class Scheduler:
         self._hurry = Hurry()
         self._flights: deque[Flight] = deque()
         self._some_left_out = False  # of the running, by the last plan
-        self._step = 0  # newest planned
         self._num_accepted = 0
         self._generation_tokens = 0
         self._ns_per_token = 1e6  # of a step, learned
@@ -166,7 +165,7 @@ class Scheduler:
 
         decodes, behind = split(members.running.values())
         num_running = len(decodes) + len(behind)
-        part = Part(members, Room(self.limits, self.cost), self._step + 1)
+        part = Part(members, Room(self.limits, self.cost), members.planned + 1)
         if pressed:
             crowded |= not pressing.serve(members, pressed, part)
             decodes, behind = (
@@ -189,8 +188,8 @@ class Scheduler:
         sampled = part.decodes + [request for request, chunk in part.chunks if chunk.sample]
         features = part.room.features
         self._flights.append(Flight(part.step, features, part.decodes, part.chunks, sampled))
-        self._step = part.step
         members = self._members
+        members.planned = part.step
         admits = [told for request, told in part.arrived if request in members.arrivals] + part.admits
         leaves, members.leaves = members.leaves, []
         fetches, members.fetches = members.fetches, []
@@ -326,7 +325,8 @@ class Scheduler:
         """What the oldest step in flight brought. ValueError: another step's result, or a wrong number of tokens."""
         members = self._members
         if not self._flights or self._flights[0].step != result.step:
-            raise ValueError(f"result of step {result.step}; expected {members.returned + 1} of {self._step} planned")
+            expected = f"{members.returned + 1} of {members.planned} planned"
+            raise ValueError(f"result of step {result.step}; expected {expected}")
         flight = self._flights[0]
         if len(result.tokens) != len(flight.sampled):
             raise ValueError(f"step {result.step} brought {len(result.tokens)} tokens, not {len(flight.sampled)}")
@@ -374,15 +374,16 @@ class Scheduler:
         """The sampled tokens, of requests that each `computed` so many tokens beside chunks. Like Part.decode, without
         calls in the usual case."""
         size, filled_later = self.limits.block_tokens, self._members.tables.filled_later
-        logprobs, finished = result.logprobs, State.FINISHED
+        logprobs, running, finished = result.logprobs, State.RUNNING, State.FINISHED
         rows: list[tuple[object, ...]] = []  # of tokens that `events` lacks
         num_before = self._generation_tokens
         for request, token in zip(sampled, sampled_tokens, strict=True):
-            if computed and request.blocks:
+            state = request.state
+            if computed and (state is running or request.blocks):
                 request.computed = end = request.computed + computed
                 if not end % size:
                     filled_later(request)
-            if request.state is finished:
+            if state is finished:
                 num_before -= 1
                 continue  # past its end
             tokens = request.tokens
@@ -426,7 +427,7 @@ class Scheduler:
         tables, parking = members.tables, members.parking
         pool, host = tables.pool, parking.host
         return View(
-            step=self._step,
+            step=members.planned,
             num_running=len(members.running),
             num_waiting=len(self._requests) - len(members.running),
             waiting_tokens=members.line.num_tokens,

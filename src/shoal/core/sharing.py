@@ -45,10 +45,11 @@ class Sharing:
         """At most one copy, and none before those of requests."""
         while self._tails and not self._parking.busy:
             path = [entry for entry in self._tails[0].path() if entry.live]
-            found = [self._host.find(entry.key) for entry in path]
+            find = self._host.find
+            found = [find(entry.key) for entry in path]
             there = [each for each in found if each is not None]
             missing = [place for place, each in enumerate(found) if each is None]
-            self._host.used([entry.key for entry in reversed(path)])
+            self._host.used([each.key for each in reversed(there)])
             if not missing or not self._pays(missing[0], len(missing)):
                 self._tails.popleft()
                 continue

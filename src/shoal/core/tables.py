@@ -55,10 +55,10 @@ class BlockTables:
 
     def grow(self, request: Request) -> tuple[int, ...]:
         """One more block."""
-        blocks = self.pool.allocate(1)
-        request.blocks += blocks
+        block = self.pool.take()
+        request.blocks.append(block)
         request.capacity += self._size
-        return tuple(blocks)
+        return (block,)
 
     def filled(self, request: Request) -> None:
         """`request.computed` has grown: its full blocks can be found from now on."""

@@ -38,21 +38,21 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Blocks for one new owner, with unknown content. The caller has checked `num_available`."""
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-                self._refs[block] = 1
-            elif len(self._refs) < self.num_blocks:
-                block = len(self._refs)
-                self._refs.append(1)
-            else:
-                entry = self._cached.pop()
-                self._index.remove(entry)
-                block = entry.block
-                self._refs[block] = 1
-            blocks.append(block)
-        return blocks
+        return [self.take() for _ in range(count)]
+
+    def take(self) -> int:
+        """`allocate` of one block."""
+        if self._free:
+            block = self._free.pop()
+        elif len(self._refs) < self.num_blocks:
+            self._refs.append(1)
+            return len(self._refs) - 1
+        else:
+            entry = self._cached.pop()
+            self._index.remove(entry)
+            block = entry.block
+        self._refs[block] = 1
+        return block
 
     def num_cached_of(self, entries: Iterable[Entry]) -> int:
         """How many of these hits would leave the cache, and hence `num_available`, when acquired."""

@@ -152,9 +152,10 @@ class HostTier:
     def used(self, keys: Iterable[bytes]) -> None:
         """Of one prefix, its end first and all up to its start: those that are cached are the last to go, in this
         order."""
+        cached = self._cached
         for key in keys:
-            if key in self._cached:
-                self._cached.move_to_end(key)
+            if key in cached:
+                cached.move_to_end(key)
 
     def hold(self, entries: Iterable[HostEntry]) -> None:
         """A copy reads them until `let_go`."""

@@ -125,13 +125,13 @@ class PrefixIndex:
         matched = chain.matched
         while matched and not matched[-1].live:
             matched.pop()
-        size = self._block_tokens
+        size, keys, by_key = self._block_tokens, chain.keys, self._by_key
         parent = matched[-1] if matched else chain.scope
         for index in range(len(matched), max_blocks):
-            if index < len(chain.keys) and chain.keys[index] not in self._by_key:
-                break
+            if index < len(keys) and keys[index] not in by_key:
+                break  # the usual end
             block_tokens = tuple(tokens[index * size : (index + 1) * size])
-            entry = self._by_key.get(chain.key(index, block_tokens))
+            entry = by_key.get(keys[index] if index < len(keys) else chain.key(index, block_tokens))
             if entry is None:
                 break
             if entry.tokens != block_tokens or entry.parent != parent:
