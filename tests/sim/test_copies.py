@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
+from shoal.core.kv.news import DEVICE, DISK, HOST
 from shoal.core.limits import Limits
 from shoal.core.plan import Copied, Event, KvOp, Parked, Refused, Resumed, Token
 from shoal.core.request import RequestSpec
@@ -56,6 +58,21 @@ def test_a_parked_request_waits_for_its_copies_and_nobody_else_does() -> None:
     assert resumed.waited_ns / MS == pytest.approx(71.5 - 10.6)  # from its last slice to the next
     view = scheduler.view()
     assert (view.parks, view.recomputed_tokens, view.swapped_out_bytes) == (1, 0, 1_000_000)
+    scheduler.check()
+
+
+def test_what_a_request_leaves_is_copied_and_written_when_all_have_ended() -> None:
+    """One token from a prompt of 40: a step, a turn for the copy of its two blocks, and one for the write of them."""
+    agenda = Agenda()
+    cost = StepCost((0, 1e6, 0, 0, 0))
+    limits = replace(LIMITS, disk_bytes_per_s=Modelled.DISK_BYTES_PER_S)
+    scheduler = Scheduler(limits, hash_root=b"root", cost=StepCost(cost.coefficients))
+    replica = Replica(scheduler, Modelled(cost, copy_bytes_per_s=1e9), agenda, tell=lambda events: None)
+    scheduler.kv_news()
+    agenda.at(0, lambda: replica.submit(RequestSpec(id="a", prompt=(1,) * 40, max_tokens=1)))
+    agenda.run()
+    assert [tier for _, _, tier, stored in scheduler.kv_news() if stored] == [DEVICE] * 2 + [HOST] * 2 + [DISK] * 2
+    assert agenda.now_ns / MS == pytest.approx(0.3 + 40 + 0.3 + 2 + 0.3 + 10 + 0.3)
     scheduler.check()
 
 

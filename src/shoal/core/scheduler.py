@@ -177,9 +177,9 @@ class Scheduler:
             self._take_chunks(behind, part, crowded)
         ops = members.ops + members.parking.start_leaving(members.returned)
         prefetching.start(members)
+        ops = (ops or members.sharing.start_spilling()) + members.storing.start_writing()
         if not (part.slices or part.chunks or ops or members.fetches or members.prefetched):
             return None
-        ops = (ops or members.sharing.start_spilling()) + members.storing.start_writing()
         self._some_left_out = len(part.decodes) + len(part.chunks) < num_running + len(part.admits)
         return self._launch(part, ops)
 

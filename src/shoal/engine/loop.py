@@ -161,6 +161,7 @@ class StepLoop:
         self._num_fetches = 0  # started and not reported
         self._leases: set[int] = set()  # that are not over
         self._blocked = False  # requests are live, and only the inbox can change that nothing can be planned
+        self._applied = False  # by the turn before: there may be copies to start, though nobody waits for them
         self._collected_ns = 0
         self._turn_since_ns: int | None = None  # None: waiting for the inbox
         self._announced_ns = 0  # predicted time of the step that the present turn announced
@@ -264,12 +265,16 @@ class StepLoop:
     def _wait_for_work(self) -> int | None:
         """The time of the next turn; None: stop. Returns at once while steps are in flight or more can be planned."""
         with self._changed:
-            while not (self._stopping or self._inbox or self._in_flight or (self._owners and not self._blocked)):
+            while not (self._stopping or self._inbox or self._in_flight or self._applied or self._can_plan):
                 self._turn_since_ns = None
                 self._changed.wait()
             self._announced_ns = 0
             self._turn_since_ns = now_ns = self._clock()
             return None if self._stopping else now_ns
+
+    @property
+    def _can_plan(self) -> bool:
+        return bool(self._owners) and not self._blocked
 
     def _turn(self, now_ns: int) -> None:
         updates = Updates()
@@ -277,7 +282,7 @@ class StepLoop:
         heard = self._take_inbox(now_ns, updates, refused)
         # Woken for nothing, it plans nothing: no journal could tell that it planned then, and not at the next copy.
         launched = (heard or not self._blocked) and self._launch_steps(now_ns)
-        finished = bool(self._in_flight)
+        finished = self._applied = bool(self._in_flight)
         step = self._finish_step(updates) if finished else None
         self._view = self._scheduler.view()
         self._publish(self._close_turn(updates, refused, step))

@@ -159,7 +159,6 @@ class Recorded:
             result.prompt_logprobs[part.id] = heard.prompt_logprobs
 
     def _read(self, calls: list[Call]) -> None:
-        live: set[str] = set()
         launched: dict[int, tuple[StepPlan, int]] = {}  # step -> plan, time of its turn
         copying: dict[int, int] = {}  # number of a copy -> time of the turn that started it
         fetching: dict[int, int] = {}  # the same of fetches
@@ -178,10 +177,6 @@ class Recorded:
                     copying.update((op.number, turn_ns) for op in call.plan.ops)
                     fetching.update((fetch.number, turn_ns) for fetch in call.plan.fetches)
                 continue
-            if isinstance(call, Submitted) and call.refused is None:
-                live.add(call.spec.id)
-            if isinstance(call, Aborted | Applied | CopiesDone | FetchesDone):
-                live.difference_update(event[1] for event in call.events if event[0] == "ended")
             if isinstance(call, CopiesDone):
                 self._hear_copies(call, copying)
             if isinstance(call, FetchesDone):
@@ -191,7 +186,7 @@ class Recorded:
                     raise Divergence(f"step {call.result.step}", "returned", "never planned")
                 plan, since_ns = launched.pop(call.result.step)
                 self._hear(plan, call.result, call.now_ns - since_ns)
-                woken_ns = call.now_ns if live or launched else None
+                woken_ns = call.now_ns
             elif woken_ns is None:
                 woken_ns = call.now_ns
             turn_ns = None

@@ -3,8 +3,8 @@
     woken ──delay──► turn: inbox, plans ──the oldest step's time──► apply ──delay──► turn ...
 
 What arrives while a step is computed waits for the next turn, here as there. A replica is woken by the first arrival
-when it is idle, also by a copy, fetch or lease that is over, and by each apply while anything is live or in flight. It
-is idle, too, while requests are live and nothing can be planned for them before that.
+when it is idle, also by a copy, fetch or lease that is over, and by each apply. It is idle, too, while requests are
+live and nothing can be planned for them before that.
 """
 
 from __future__ import annotations
@@ -204,11 +204,7 @@ class Replica:
     def _finish(self) -> None:
         _, result = self._in_flight.popleft()
         self._take(self._planner.apply(result, self._agenda.now_ns))
-        arrived = self._copied or self._brought or self._submits or self._aborts or self._leases
-        if self._in_flight or self._live or arrived:
-            self._turn_later()
-        else:
-            self._idle = True
+        self._turn_later()
 
     def _take(self, events: list[Event]) -> None:
         self._live.difference_update(event.id for event in events if isinstance(event, Ended))
