@@ -110,7 +110,7 @@ def _addresses(host: Host) -> list[str]:
 
 def why_none() -> str:
     """Why there can be no hosts here; empty: there can."""
-    for tool, package in (("unshare", "util-linux"), ("nsenter", "util-linux"), ("ip", "iproute2")):
+    for tool, package in (("unshare", "util-linux"), ("nsenter", "util-linux"), ("ip", "iproute2"), ("ss", "iproute2")):
         if shutil.which(tool) is None:
             return f"network namespaces need the command {tool} ({package})"
     tried = subprocess.run(
