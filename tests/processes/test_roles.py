@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import role
-from tests.support.serve import Serving, complete, serve
-from tests.support.streams import Stream, metric, running
+from tests.support.serve import Serving, serve
+from tests.support.streams import Stream, assign, metric, running
 from tests.support.wires import until
 
 pytestmark = pytest.mark.torch
@@ -26,17 +25,6 @@ def pair(model: Path) -> Iterator[Serving]:
         yield service
 
 
-async def assign(service: Serving, model: Path, *roles: str) -> None:
-    """Until the gateway goes by them: it has the controller's list within a moment."""
-    for number, each in enumerate(roles):
-        role.post(service.status_url, f"engine-{number}", each)
-    while True:
-        before = metric(service, "split_requests")
-        assert await complete(service.url, model.name) == 200
-        if (metric(service, "split_requests") > before) == (set(roles) != {"both"}):
-            return
-
-
 def ask(service: Serving, model: Path, subject: str) -> tuple[list[Stream], list[asyncio.Task[str]]]:
     """With prompts of about 3,000 tokens."""
     streams = [Stream(subject, number) for number in range(NUM_STREAMS)]
@@ -46,12 +34,12 @@ def ask(service: Serving, model: Path, subject: str) -> tuple[list[Stream], list
 
 
 async def test_prompts_go_to_one_engine_and_their_answers_on_to_the_other(pair: Serving, model: Path) -> None:
-    await assign(pair, model, "prefill", "decode")
+    await assign(pair, model.name, "prefill", "decode")
     _, tasks = ask(pair, model, "one")
     found = await asyncio.gather(*tasks)
     assert metric(pair, "split_requests", decision="split", reason="pays") == NUM_STREAMS
     assert metric(pair, "request_migrations", outcome="migrated") == NUM_STREAMS
-    await assign(pair, model, "both", "both")
+    await assign(pair, model.name, "both", "both")
     _, tasks = ask(pair, model, "one")
     assert found == await asyncio.gather(*tasks)
     assert metric(pair, "split_requests", decision="split") == NUM_STREAMS
@@ -61,7 +49,7 @@ async def test_prompts_go_to_one_engine_and_their_answers_on_to_the_other(pair: 
 @pytest.mark.parametrize("killed", [0, 1])
 async def test_when_a_half_is_killed_the_other_does_the_whole(pair: Serving, model: Path, killed: int) -> None:
     await until(lambda: len(running(pair)) == 2 and not any(running(pair).values()), 40)
-    await assign(pair, model, "prefill", "decode")
+    await assign(pair, model.name, "prefill", "decode")
     streams, tasks = ask(pair, model, f"kill {killed}")
     await until(lambda: all(stream.events for stream in streams), 20)
     os.kill(pair.pid(f"engine-{killed}"), signal.SIGKILL)

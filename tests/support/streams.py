@@ -9,9 +9,10 @@ from urllib.request import urlopen
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.serve import Serving
+from shoal.cli import role
+from tests.support.serve import Serving, complete
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 class Stream:
@@ -50,8 +51,29 @@ def running(service: Serving) -> dict[str, int]:
 
 
 def metric(service: Serving, name: str, **labels: str) -> float:
+    """A counter of the gateway's, summed over the labels that are not given."""
     (gateway,) = service.status()["gateways"]
-    with urlopen(gateway["metrics"], timeout=10) as answer:
+    return _counter(gateway["metrics"], name, labels)
+
+
+def engine_metric(service: Serving, engine: str, name: str) -> float:
+    """A counter of an engine's; 0 while it is not there."""
+    return sum(_counter(each["metrics"], name, {}) for each in service.status()["replicas"] if each["name"] == engine)
+
+
+def _counter(url: str, name: str, labels: dict[str, str]) -> float:
+    with urlopen(url, timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     samples = [sample for family in families for sample in family.samples if sample.name == f"shoal:{name}_total"]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+async def assign(service: Serving, model: str, *roles: str) -> None:
+    """Until the gateway goes by them: it has the controller's list within a moment."""
+    for number, each in enumerate(roles):
+        role.post(service.status_url, f"engine-{number}", each)
+    while True:
+        before = metric(service, "split_requests")
+        assert await complete(service.url, model) == 200
+        if (metric(service, "split_requests") > before) == (set(roles) != {"both"}):
+            return

@@ -145,12 +145,9 @@ class Attempts:
         assert migration is not None
         if outcome is Outcome.MIGRATED:
             self._perform(self._stream.migrated(), "migrated")
-            owner = migration.source.info
-            assert owner is not None
             num_tokens = len(self._specs[0].prompt) + len(self._stream.delivered(self._stream.open_choices()[0]))
-            peer = Peer(owner.peers, migration.source.incarnation, num_tokens // self._block_tokens)
             self._seam_s = time.monotonic() if self._job.last_token_s is None else self._job.last_token_s
-            self._send(Place(migration.target, num_tokens, peer))
+            self._send(Place(migration.target, num_tokens, None))  # what is missing is sooner computed
         self._dispatcher.metrics.migrations.labels(outcome).inc()
         log.info("request.migrated", {"id": self._job.order.id, "outcome": outcome, "to": migration.target.name})
 
