@@ -41,15 +41,15 @@ LONG, CHAT, BRIEF, ONE = errand(), errand(prompt=200), errand(prompt=20), errand
 CASES: dict[str, tuple[Sequence[ReplicaView], Errand, Mapping[str, int], tuple[str, str, str]]] = {
     "one for each: a long prompt": ([PREFILL, DECODE], LONG, {}, ("p", "d", "pays")),
     "and a short one": ([PREFILL, DECODE], CHAT, {}, ("p", "d", "pays")),
-    "but a few tokens the one that decodes computes itself": ([PREFILL, DECODE], BRIEF, {}, ("d", "", "move")),
+    "but a few tokens the one that decodes computes itself": ([PREFILL, DECODE], BRIEF, {}, ("d", "", "migration")),
     "also the few that it does not hold": ([PREFILL, DECODE], LONG, {"d": 1488}, ("d", "", "prompt")),
-    "an answer of a token is not worth a move": ([PREFILL, DECODE], ONE, {}, ("p", "", "move")),
+    "an answer of a token is not worth a migration": ([PREFILL, DECODE], ONE, {}, ("p", "", "migration")),
     "nor is one that takes longer than to decode between prompts": (
         [PREFILL, view("decode", num_running=40, context_tokens=400_000, fetch_token_ns=SLOW_FETCH_NS)], LONG, {},
-        ("p", "", "move"),
+        ("p", "", "migration"),
     ),
     "over a slow link one that decodes little does all": (
-        [PREFILL, view("decode", fetch_token_ns=SLOW_FETCH_NS)], LONG, {}, ("d", "", "move"),
+        [PREFILL, view("decode", fetch_token_ns=SLOW_FETCH_NS)], LONG, {}, ("d", "", "migration"),
     ),
     "the prompts wait for the one that computes them": (
         [view("prefill", num_waiting=1, waiting_tokens=1500), DECODE], LONG, {}, ("p", "d", "pays"),
@@ -62,14 +62,22 @@ CASES: dict[str, tuple[Sequence[ReplicaView], Errand, Mapping[str, int], tuple[s
     ),
     "alone, each does all": ([PREFILL], LONG, {}, ("p", "", "no_pair")),
     "each": ([DECODE], LONG, {}, ("d", "", "no_pair")),
-    "one that does both takes it whole, where it is idle": ([BOTH, DECODE], LONG, {}, ("b", "", "move")),
+    "one that does both is for prompts where another only decodes": ([BOTH, DECODE], LONG, {}, ("b", "d", "pays")),
+    "as long as that is not too full": (
+        [BOTH, view("decode", num_running=300, context_tokens=3_000_000)], LONG, {}, ("b", "", "answer"),
+    ),
+    "and the answer is not too short": ([BOTH, DECODE], errand(answer=3), {}, ("b", "", "migration")),
     "and passes it on where its own steps are slow": (
         [view("both", num_running=4, context_tokens=800_000), DECODE], LONG, {}, ("b", "d", "pays"),
     ),
     "beside one for prompts it decodes": (
         [PREFILL, view("both", num_running=6, context_tokens=6000)], LONG, {}, ("p", "b", "pays"),
     ),
-    "where it is idle it does the whole": ([PREFILL, BOTH], LONG, {}, ("b", "", "move")),
+    "where another only computes prompts it decodes": ([PREFILL, BOTH], LONG, {}, ("p", "b", "pays")),
+    "and does the whole where the prompt is short": ([PREFILL, BOTH], BRIEF, {}, ("b", "", "migration")),
+    "or the other one far behind": (
+        [view("prefill", num_waiting=9, waiting_tokens=30_000), BOTH], LONG, {}, ("b", "", "prompt"),
+    ),
     "the emptier of two that decode": (
         [PREFILL, BUSY_DECODE, view("decode", "e", num_running=2)], LONG, {}, ("p", "e", "pays"),
     ),

@@ -13,6 +13,7 @@ than a few tokens, and one for prompts rarely keeps an answer; but where they ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class Reason(StrEnum):
     PAYS = "pays"
     NO_PAIR = "no_pair"  # of replicas between which KV could go
     PROMPT = "prompt"  # would be computed later, or in the way of more decodes
-    MOVE = "move"  # takes too long
+    MIGRATION = "migration"  # takes too long
     ANSWER = "answer"  # would be slower there, or in the way of more decodes
 
 
@@ -39,7 +40,7 @@ class Way(NamedTuple):
     cost_ns: float
     name: str
     then: str  # who decodes; empty: the same
-    parts_ns: tuple[float, float, float]  # prompt, move, answer
+    parts_ns: tuple[float, float, float]  # prompt, migration, answer
 
 
 class Choice(NamedTuple):
@@ -47,14 +48,32 @@ class Choice(NamedTuple):
     reason: Reason
 
 
+class Coming(NamedTuple):
+    """How much of either kind will come to a replica by its role, from 0 to 1: to one that does both, as much as others
+    leave to it."""
+
+    prompts: Mapping[ReplicaRole, float]
+    answers: Mapping[ReplicaRole, float]
+
+    @classmethod
+    def to(cls, replicas: Sequence[ReplicaView]) -> Coming:
+        num = Counter(replica.role for replica in replicas)
+        left = [num[role] / len(replicas) for role in (ReplicaRole.DECODE, ReplicaRole.PREFILL)]
+        return cls(
+            {ReplicaRole.PREFILL: 1.0, ReplicaRole.BOTH: left[0], ReplicaRole.DECODE: 0.0},
+            {ReplicaRole.PREFILL: 0.0, ReplicaRole.BOTH: left[1], ReplicaRole.DECODE: 1.0},
+        )
+
+
 def choose(errand: Errand, replicas: Sequence[ReplicaView], cached: Mapping[str, int]) -> Choice:
     """The cheapest way over at least one replica; equal ones: the first name. `cached`: tokens of the prompt."""
-    prompts = {each.name: _prompt_ns(errand, each, cached.get(each.name, 0)) for each in replicas}
-    answers = {each.name: _answer_ns(errand, each) for each in replicas}
+    coming = Coming.to(replicas)
+    prompts = {each.name: _prompt_ns(errand, each, cached.get(each.name, 0), coming) for each in replicas}
+    answers = {each.name: _answer_ns(errand, each, coming) for each in replicas}
     whole = min(_way(each.name, "", prompts[each.name], 0.0, answers[each.name]) for each in replicas)
-    moves = {each.name: _move_ns(errand, each, cached.get(each.name, 0)) for each in replicas}
+    migrations = {each.name: _migration_ns(errand, each, cached.get(each.name, 0)) for each in replicas}
     pairs = [
-        _way(first.name, then.name, prompts[first.name], moves[then.name], answers[then.name])
+        _way(first.name, then.name, prompts[first.name], migrations[then.name], answers[then.name])
         for first in replicas
         for then in replicas
         if errand.keys and _are_pair(first, then)
@@ -65,12 +84,12 @@ def choose(errand: Errand, replicas: Sequence[ReplicaView], cached: Mapping[str,
     if split.cost_ns < whole.cost_ns:
         return Choice(split, Reason.PAYS)
     more = [there - here for there, here in zip(split.parts_ns, whole.parts_ns, strict=True)]
-    return Choice(whole, (Reason.PROMPT, Reason.MOVE, Reason.ANSWER)[more.index(max(more))])
+    return Choice(whole, (Reason.PROMPT, Reason.MIGRATION, Reason.ANSWER)[more.index(max(more))])
 
 
 def _way(name: str, then: str, *parts_ns: float) -> Way:
-    prompt, move, answer = parts_ns
-    return Way(prompt + move + answer, name, then, (prompt, move, answer))
+    prompt, migration, answer = parts_ns
+    return Way(prompt + migration + answer, name, then, (prompt, migration, answer))
 
 
 def _are_pair(first: ReplicaView, then: ReplicaView) -> bool:
@@ -82,19 +101,19 @@ def _are_pair(first: ReplicaView, then: ReplicaView) -> bool:
     return bool(first.kv_root) and first.kv_root == then.kv_root and then.fetch_token_ns > 0
 
 
-def _prompt_ns(errand: Errand, replica: ReplicaView, cached_tokens: int) -> float:
-    waiting = max(replica.num_running, DECODES if replica.role is ReplicaRole.DECODE else 0)
+def _prompt_ns(errand: Errand, replica: ReplicaView, cached_tokens: int, coming: Coming) -> float:
+    waiting = max(float(replica.num_running), DECODES * coming.answers[replica.role])
     return prompt_ns(errand, replica, cached_tokens) + waiting * chunks_ns(errand, replica, cached_tokens)
 
 
-def _answer_ns(errand: Errand, replica: ReplicaView) -> float:
+def _answer_ns(errand: Errand, replica: ReplicaView, coming: Coming) -> float:
     _, per_new, _, _, _ = replica.costs
-    chunk = per_new * CHUNK_TOKENS if replica.role is ReplicaRole.PREFILL else 0.0
+    chunk = per_new * CHUNK_TOKENS * coming.prompts[replica.role]
     own = own_ns(errand, replica)
     return min(errand.max_tokens, MOST_TOKENS) * (step_ns(replica) + chunk + own + replica.num_running * own)
 
 
-def _move_ns(errand: Errand, replica: ReplicaView, cached_tokens: int) -> float:
+def _migration_ns(errand: Errand, replica: ReplicaView, cached_tokens: int) -> float:
     """To a replica: what it lacks is fetched; then a block at most is computed again, in a step with its others."""
     _, per_new, _, _, _ = replica.costs
     fetch = LATENCY_NS + replica.fetch_token_ns * (errand.prompt_tokens - cached_tokens)
