@@ -9,6 +9,7 @@ get later: each of them waits for the prompt's chunks, and each step takes longe
 A role is a word on what will come, which no prediction knows: where prompts are computed a chunk will be in every step,
 and where others decode some will be waiting for each chunk. So a replica for decodes rarely computes a prompt of more
 than a few tokens, and one for prompts rarely keeps an answer; but where they are alone, or far less busy, they do.
+One that does both is expected to get what the others leave to it.
 """
 
 from __future__ import annotations
