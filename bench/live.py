@@ -23,6 +23,7 @@ from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Refusal, RequestSpec
 from shoal.engine.loop import StepLoop, Turn
 from shoal.engine.transfer.copier import Copier
+from shoal.engine.transfer.storage import Storage
 from shoal.sim.load import spec
 from shoal.sim.outcomes import Ledger, Report
 from shoal.workload.trace import Trace
@@ -36,10 +37,10 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def copier(engine: Engine, max_bytes_per_s: int = 0) -> Copier | None:
-    """A new one, since a step loop ends its own; None: the engine has no host tier."""
+def copier(engine: Engine, max_bytes_per_s: int = 0, disk: Storage | None = None) -> Copier | None:
+    """A new one, since a step loop ends its own, and the disk tier with it; None: the engine has no host tier."""
     host = engine.runner.host
-    return None if host is None else Copier(host, max_bytes_per_s=max_bytes_per_s)
+    return None if host is None else Copier(host, max_bytes_per_s=max_bytes_per_s, disk=disk)
 
 
 def serve(
@@ -50,13 +51,14 @@ def serve(
     name: str,
     stop: Callable[[Ledger], bool] = lambda ledger: False,
     prompts: Sequence[tuple[int, ...]] | None = None,
+    disk: Storage | None = None,
     **limits: Any,
 ) -> Report:
     """The whole load, or until `stop`, asked after each step, says that it is enough.
 
     `limits` differ from the engine's own; `name` is for progress; `prompts`: of the rows, random ones where None.
     """
-    run = _Run(engine, load, replace(engine.limits, **limits), seed, name, stop)
+    run = _Run(engine, load, replace(engine.limits, **limits), seed, name, stop, disk)
     if prompts is not None:
         run.ask(prompts)
     return run.run()
@@ -64,7 +66,14 @@ def serve(
 
 class _Run:
     def __init__(
-        self, engine: Engine, load: Trace, limits: Limits, seed: int, name: str, stop: Callable[[Ledger], bool]
+        self,
+        engine: Engine,
+        load: Trace,
+        limits: Limits,
+        seed: int,
+        name: str,
+        stop: Callable[[Ledger], bool],
+        disk: Storage | None,
     ) -> None:
         self._name = name
         self._load = load
@@ -80,7 +89,7 @@ class _Run:
             publish=self._on_turn,
             announce=lambda predicted_ns: None,
             failed=self._on_failure,
-            copier=copier(engine),
+            copier=copier(engine, disk=disk),
         )
         self._error: BaseException | None = None
         self._lock = threading.Lock()  # the ledger and what is sent: two threads send, the clock's and the steps'
