@@ -39,7 +39,7 @@ ANSWER_TOKENS = 800
 # Where each prompt starts, and the least difference in its answer between the logprobs of the two likeliest tokens, as
 # seen with `logprobs=2`: large enough that sums in another order, in float32, turn no choice.
 MARGINS = {8: 0.0030, 9: 0.0063, 11: 0.0023, 14: 0.0061, 20: 0.0057}
-CROWD = 40  # that want the same prompt at once: more than one engine is expected to serve sooner than two
+SEATS, CROWD = 6, 40  # in a step of an engine, and those that want the same prompt at once: a line that two shorten
 
 
 class Lines:
@@ -59,7 +59,17 @@ class Lines:
         if name == "gateway-0":
             return [*command, "--host", at, "--port", "8000"]
         command += ["--listen", f"tcp:{at}:8010", "--peer-address", f"tcp:{at}:8011"]
-        return [*command, "--dtype", "float32", "--kv-cache-bytes", str(64 << 20), "--threads", "1"]
+        return [
+            *command,
+            "--dtype",
+            "float32",
+            "--kv-cache-bytes",
+            str(64 << 20),
+            "--threads",
+            "1",
+            "--max-num-seqs",
+            str(SEATS),
+        ]
 
     def environment(self, name: str, secret: str = SECRET) -> dict[str, str]:
         of_gateway = {"SHOAL_API_KEY": KEY, "SHOAL_HOME": str(self._home)}
@@ -223,7 +233,8 @@ def test_a_prompt_that_many_want_is_fetched_over_tcp_and_every_text_is_the_same(
             break
     borrower = max(ENGINES, key=lambda name: fetched[name])
     owner = next(name for name in ENGINES if name != borrower)
-    told = [process.text for process in service.processes.values()]
+    names = ("generation_tokens_total", "prefix_cache_hits_total", "kv_fetched_bytes_total", "kv_failed_fetches_total")
+    told = {name: {of: service.counts(name, of) for of in names} for name in ENGINES}
     assert service.count(owner, "kv_lent_bytes_total") >= fetched[borrower] > 0, told
     # Through the network, where prompts are little beside it, and not through memory.
     assert service.hosts[borrower].received_bytes() - received[borrower] > fetched[borrower]
