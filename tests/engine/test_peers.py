@@ -148,7 +148,6 @@ async def test_without_a_way_in_common_nothing_comes() -> None:
         ({"num_layers": NUM_LAYERS * 2}, {}, "laid out in another way"),
         ({}, {"address": "tcp:127.0.0.1:1"}, "Connect call failed"),
         ({}, {"address": "tcp:192.0.2.1:1"}, "SHOAL_SECRET has 21 bytes"),
-        ({}, {"keys": (), "stream": "unknown", "num_blocks": 3}, "declined: there is no such stream"),
     ],
 )
 async def test_who_is_refused(settings: dict[str, Any], fields: dict[str, Any], why: str) -> None:
@@ -344,7 +343,7 @@ async def test_a_borrower_that_makes_no_sense_is_cut_off(message: Any, cause: st
         await until(lambda: not store.pins)
 
 
-@pytest.mark.parametrize("fields", [{"keys": ()}, {"stream": "both"}, {"keys": (b"k",) * (lend.MAX_KEYS + 1)}])
+@pytest.mark.parametrize("fields", [{"keys": ()}, {"keys": (b"k",) * (lend.MAX_KEYS + 1)}])
 async def test_questions_without_an_answer(fields: dict[str, Any]) -> None:
     async with lending(FakeStore()) as lender:
         assert (await end_of(await borrow(lender, [1], **fields))).cause is Cause.EOF
@@ -683,89 +682,6 @@ async def test_a_cap_holds(side: str) -> None:
         outcome, _ = await fetch(fetcher, lender, range(20))
         assert outcome.num_good == 20
         assert 0.26 < outcome.busy_ns / 1e9 < 2.0
-
-
-# -- streams -----------------------------------------------------------------------------------------------------------
-
-
-async def test_layers_flow_while_later_ones_are_computed() -> None:
-    """Two blocks, three layers at a time; then a third one whole. Each part is placed before the next is computed."""
-    told: list[int] = []
-    async with lending(FakeStore()) as lender, fetching() as fetcher:
-        stream = lender.stream("prefill", told.append)
-        destination = Destination(8)
-        wanted = order(lender.listener.address, stream="prefill", num_blocks=8)
-        stream.add(0, 30, 0, 3)
-        fetcher.start(wanted, destination.place, LIMIT_S, destination.tell)
-        steps = [(1, 31, 0, 3), (0, 30, 3, 3), (1, 31, 3, 3), (2, 32, 0, NUM_LAYERS)]
-        for count, step in enumerate(steps, 1):
-            await until(lambda count=count: len(destination.placed) == count)
-            stream.add(*step)
-        stream.end()
-        outcome = await destination.end()
-        assert (outcome.num_good, outcome.why) == (3, "")
-        destination.check([30, 31, 32])
-        assert destination.placed == [(0, 0), (1, 0), (0, 3), (1, 3), (2, 0)]
-        await until(lambda: told == [3])
-        again, _ = await fetch(fetcher, lender, [], stream="prefill", num_blocks=3)
-        assert "no such stream" in again.why
-
-
-async def test_the_end_of_a_stream_may_come_alone() -> None:
-    told: list[int] = []
-    async with lending(FakeStore()) as lender, fetching() as fetcher:
-        stream = lender.stream("s", told.append)
-        stream.add(0, 1, 0, NUM_LAYERS)
-        destination = Destination(2)
-        wanted = order(lender.listener.address, stream="s", num_blocks=2)
-        fetcher.start(wanted, destination.place, LIMIT_S, destination.tell)
-        await until(lambda: destination.placed)
-        assert destination.outcome is None
-        stream.end()
-        assert (await destination.end()).num_good == 1
-        await until(lambda: told == [1])
-
-
-async def test_a_stream_has_one_reader_and_may_be_withdrawn() -> None:
-    told: list[int] = []
-    async with lending(FakeStore()) as lender, fetching() as fetcher:
-        stream = lender.stream("s", told.append)
-        stream.add(0, 1, 0, NUM_LAYERS)
-        destination = Destination(2)
-        wanted = order(lender.listener.address, stream="s", num_blocks=2)
-        fetcher.start(wanted, destination.place, LIMIT_S, destination.tell)
-        await until(lambda: destination.placed)
-        second, _ = await fetch(fetcher, lender, [], stream="s", num_blocks=2)
-        assert "no such stream" in second.why and not told
-        stream.withdraw()
-        outcome = await destination.end()
-        assert (outcome.num_good, outcome.why) == (1, "withdrawn: the stream was withdrawn")
-        await until(lambda: told)
-        stream.add(1, 2, 0, NUM_LAYERS)
-        unread = lender.stream("unread", told.append)
-        unread.withdraw()
-        unread.withdraw()
-        await until(lambda: len(told) == 2)
-        assert told[1] == 0
-
-
-async def test_a_reader_that_dies_gives_the_stream_back() -> None:
-    told: list[int] = []
-    async with lending(FakeStore()) as lender:
-        lender.stream("s", told.append).add(0, 1, 0, NUM_LAYERS)
-        connection = await borrow(lender, [], keys=(), stream="s")
-        await next_of(connection, Piece)
-        connection.close()
-        await until(lambda: told == [0])
-
-
-async def test_more_blocks_than_there_is_room_for_are_not_taken() -> None:
-    async with lending(FakeStore()) as lender, fetching() as fetcher:
-        stream = lender.stream("s", lambda num_good: None)
-        for number in range(3):
-            stream.add(number, number, 0, NUM_LAYERS)
-        outcome, _ = await fetch(fetcher, lender, [], stream="s", num_blocks=2)
-        assert outcome.why == "a piece holds what was not asked for" and outcome.num_good == 0
 
 
 def test_pieces_are_cut() -> None:

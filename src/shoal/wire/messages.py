@@ -160,14 +160,13 @@ class Announce(Message, frozen=True, tag="announce"):
 
 
 class Ask(Message, frozen=True, tag="ask"):
-    """The one question of a connection: for blocks by their keys, or for those of a stream as they fill.
+    """The one question of a connection.
 
     KeepAlive follows each second; an owner that hears nothing for 5 s, or whose connection ends, lends no longer.
     """
 
     incarnation: str  # of the engine that is believed to have them; another one declines
-    keys: tuple[bytes, ...] = ()
-    stream: str = ""
+    keys: tuple[bytes, ...]
 
 
 class Taken(Message, frozen=True, tag="taken"):
@@ -178,8 +177,6 @@ class Taken(Message, frozen=True, tag="taken"):
 
 class Release(Message, frozen=True, tag="release"):
     """Nothing more is wanted."""
-
-    num_good: int  # blocks from the first on that came whole and as they should
 
 
 # -- engine that has blocks → engine -----------------------------------------------------------------------------------
@@ -202,7 +199,7 @@ class Declined(Message, frozen=True, tag="declined"):
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """Layers [first_layer, first_layer + num_layers) of one block, one behind the other."""
 
-    index: int  # of the block among those asked for, or in the stream
+    index: int  # of the block among those asked for
     first_layer: int
     num_layers: int
     digest: bytes  # of these bytes (engine/transfer/digest.py)

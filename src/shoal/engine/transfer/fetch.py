@@ -31,14 +31,12 @@ log = logging.getLogger("shoal.engine")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to fetch from whom: blocks by their keys, or those of a stream."""
+    """What to fetch from whom."""
 
     number: int  # names it in Fetched
     address: str  # where the owner lends
     incarnation: str  # of the owner; whoever else answers there is not asked
-    keys: tuple[bytes, ...] = ()
-    stream: str = ""
-    num_blocks: int = 0  # most that a stream may bring
+    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ class Fetcher:
         task.add_done_callback(self._tasks.discard)
 
     async def _fetch(self, order: Order, place: Place, due_s: float, tell: Tell) -> None:
-        arrival = Arrival(len(order.keys) or order.num_blocks, self._num_layers, self._block_bytes, place)
+        arrival = Arrival(len(order.keys), self._num_layers, self._block_bytes, place)
         began_ns = time.monotonic_ns()
         try:
             async with asyncio.timeout(due_s - time.monotonic()), self._free:
@@ -127,7 +125,7 @@ class Fetcher:
                 try:
                     await self._converse(order, connection, arrival)
                 finally:
-                    connection.send(Release(num_good=arrival.num_good))
+                    connection.send(Release())
                     connection.close()
         except TimeoutError:
             arrival.give_up(TOO_LATE)
@@ -170,7 +168,7 @@ class Fetcher:
 
     async def _converse(self, order: Order, connection: Connection, arrival: Arrival) -> None:
         """Until all came or no more will."""
-        connection.send(Ask(incarnation=order.incarnation, keys=order.keys, stream=order.stream))
+        connection.send(Ask(incarnation=order.incarnation, keys=order.keys))
         offer = await _hear(connection)
         if not isinstance(offer, Offer):
             raise _Ended(f"declined: {offer.reason[:200]}" if isinstance(offer, Declined) else "no offer came")

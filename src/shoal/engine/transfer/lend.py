@@ -3,8 +3,7 @@
     Ask ─► pin ─► Offer ─► Piece, Piece, ... ◄─ Taken, Taken, ... ◄─ Release ─► unpin
 
 One connection is one lease. It ends with the connection, with Release, or when nothing was heard for LEASE_S; then
-nobody reads the blocks any more and they are given back. What is lent is either cached blocks, pinned by their keys,
-or a stream: blocks of a running request, handed in as they fill (a prefill's layers, a migration).
+nobody reads the blocks any more and they are given back.
 
 The event loop hears and speaks; one thread of the lender's own owns all leases, and copies and digests. What it is to
 do comes as jobs, in their order, one piece a job, so that leases take turns.
@@ -21,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shoal.engine.transfer.digest import digest
-from shoal.engine.transfer.lease import Lease, Range, Stream, cut_piece
+from shoal.engine.transfer.lease import Lease, Range, cut_piece
 from shoal.engine.transfer.transport import NUM_PLACES, PIECE_BYTES, Memory, Pacer, Transport, TransportError, place_of
 from shoal.fleet import health
 from shoal.wire.connection import Cause, Connection
@@ -96,7 +95,6 @@ class Lender:
         self._num_asked = 0  # leases so far
         self._num_open = 0  # the thread's, as the line
         self._line: deque[tuple[Lease, Ask]] = deque()
-        self._streams: dict[str, Stream] = {}
         self._memories: list[Memory] = []  # of leases that are over
         self._jobs: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop
@@ -126,12 +124,6 @@ class Lender:
         await asyncio.to_thread(self._thread.join, limit_s)
         return not self._thread.is_alive()
 
-    def stream(self, id: str, tell: Callable[[int], None]) -> Stream:
-        """Lends what is added to whoever asks for this id, once. From any thread."""
-        stream = Stream(id, tell, post=self.post, changed=self._stream_changed)
-        self.post(self._open_stream, stream)
-        return stream
-
     def post(self, work: Callable[..., None], *arguments: Any) -> None:
         """A job for the lender's thread."""
         self._jobs.put((work, arguments))
@@ -142,7 +134,7 @@ class Lender:
         except TimeoutError:
             connection.close(Cause.SILENT, f"no question within {LEASE_S:g} s")
             return
-        if not isinstance(ask, Ask) or len(ask.keys) > MAX_KEYS or bool(ask.keys) == bool(ask.stream):
+        if not isinstance(ask, Ask) or not 0 < len(ask.keys) <= MAX_KEYS:
             connection.close(Cause.MALFORMED, "no question that can be answered")
             return
         if ask.incarnation != self._incarnation:
@@ -167,8 +159,7 @@ class Lender:
                     self.post(self._taken, lease, number)
                 case KeepAlive():
                     pass
-                case Release(num_good=num_good):
-                    lease.num_good = num_good
+                case Release():
                     return
                 case message:
                     lease.connection.close(Cause.MALFORMED, f"a {type(message).__name__} from whoever borrows")
@@ -199,16 +190,8 @@ class Lender:
             return
         self._num_open += 1
         lease.open = True
-        if not ask.stream:
-            lease.pinned = True
-            self._store.pin(lease.number, ask.keys, lambda blocks: self.post(self._pinned, lease, tuple(blocks)))
-            return
-        stream = self._streams.get(ask.stream)
-        if stream is None or stream.lease is not None:
-            self._cut(lease, "there is no such stream")
-            return
-        lease.stream, stream.lease = stream, lease
-        self._offer(lease)
+        lease.pinned = True
+        self._store.pin(lease.number, ask.keys, lambda blocks: self.post(self._pinned, lease, tuple(blocks)))
 
     def _pinned(self, lease: Lease, blocks: Sequence[int]) -> None:
         if lease.over:
@@ -216,9 +199,7 @@ class Lender:
         if not blocks:
             self._cut(lease, "none of these blocks is here any more")
             return
-        lease.stream = stream = Stream("", lambda num_good: None, post=self.post, changed=self._stream_changed)
-        stream.parts.extend(Range(number, block, 0, self._store.num_layers) for number, block in enumerate(blocks))
-        stream.ended = True
+        lease.parts.extend(Range(number, block, 0, self._store.num_layers) for number, block in enumerate(blocks))
         self._offer(lease)
 
     def _offer(self, lease: Lease) -> None:
@@ -241,13 +222,10 @@ class Lender:
 
     def _fill(self, lease: Lease) -> None:
         """Sends the next piece, where there is one and room for it, at its time."""
-        stream = lease.stream
         full = lease.num_sent - lease.num_taken >= NUM_PLACES
-        if lease.over or lease.memory is None or stream is None or full or lease.waiting or lease.last_sent:
+        if lease.over or lease.memory is None or full or lease.waiting or lease.last_sent:
             return
-        if not stream.parts and not stream.ended:
-            return
-        ranges = cut_piece(stream.parts, self._layer_bytes)
+        ranges = cut_piece(lease.parts, self._layer_bytes)
         delay_s = self._pacer.delay_s(sum(part.num_layers for part in ranges) * self._layer_bytes)
         lease.waiting = True
         if delay_s:
@@ -257,7 +235,7 @@ class Lender:
 
     def _send(self, lease: Lease, ranges: Sequence[Range]) -> None:
         lease.waiting = False
-        if lease.over or lease.memory is None or lease.stream is None:
+        if lease.over or lease.memory is None:
             return
         offset = place_of(lease.num_sent)
         parts = []
@@ -268,7 +246,7 @@ class Lender:
             parts.append(Part(number, first_layer, num_layers, known or digest(target)))
             self.lent_bytes += end - offset
             offset = end
-        lease.last_sent = lease.stream.ended and not lease.stream.parts
+        lease.last_sent = not lease.parts
         self._say(lease, Piece(number=lease.num_sent, parts=tuple(parts), last=lease.last_sent))
         lease.num_sent += 1
         self._fill(lease)
@@ -282,8 +260,6 @@ class Lender:
             lease.memory = None
         if lease.pinned:
             self._store.unpin(lease.number)
-        elif lease.stream is not None:
-            self._close_stream(lease.stream, lease.num_good)
         num_free = self._max_leases - self._num_open
         while self._line and num_free > 0:
             waiting, ask = self._line.popleft()
@@ -302,28 +278,6 @@ class Lender:
     def _on_loop(self, call: Callable[..., Any], *arguments: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
-
-    # -- streams, on the lender's thread -------------------------------------------------------------------------------
-
-    def _open_stream(self, stream: Stream) -> None:
-        assert stream.id and stream.id not in self._streams, f"stream {stream.id!r} is lent already"
-        self._streams[stream.id] = stream
-
-    def _stream_changed(self, stream: Stream) -> None:
-        if stream.lease is None:
-            if stream.withdrawn:
-                self._close_stream(stream, 0)
-        elif stream.withdrawn:
-            self._cut(stream.lease, "the stream was withdrawn")
-        else:
-            self._fill(stream.lease)
-
-    def _close_stream(self, stream: Stream, num_good: int) -> None:
-        if not stream.over:
-            stream.over = True
-            stream.parts.clear()
-            self._streams.pop(stream.id, None)
-            stream.tell(num_good)
 
 
 async def _hear(connection: Connection) -> Message:
