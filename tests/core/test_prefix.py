@@ -82,6 +82,29 @@ def test_matches_and_evictions_equal_the_naive_ones(seed: int) -> None:
         assert {entry.block for entry in index} == set(naive.block_of.values())
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_blocks_taken_at_once_are_those_taken_one_by_one(seed: int) -> None:
+    chance = random.Random(seed)
+    pools = [BlockPool(40, PrefixIndex(SIZE)) for _ in range(2)]
+    tables: list[list[int]] = []
+    num_given_up = 0
+    for number in range(200):
+        if tables and (chance.random() < 0.5 or pools[0].num_available < 12):
+            table = tables.pop(chance.randrange(len(tables)))
+            for pool in pools:
+                if number % 2:
+                    pool._index.extend(Chain(b"%d" % number), [number] * SIZE, table, min(1, len(table)))
+                pool.release(table)
+        else:
+            count, num_cached = chance.randrange(12), pools[0].num_cached
+            tables.append(pools[0].allocate(count))
+            assert tables[-1] == [pools[1].take() for _ in range(count)]
+            num_given_up += num_cached - pools[0].num_cached
+        for pool in pools:
+            pool.check(tables)
+    assert num_given_up, "no cached block was taken"
+
+
 def test_a_waiting_request_asks_again_and_sees_what_came_and_what_went() -> None:
     index = PrefixIndex(SIZE)
     pool = BlockPool(4, index)

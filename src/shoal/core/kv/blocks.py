@@ -38,21 +38,37 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Blocks for one new owner, with unknown content. The caller has checked `num_available`."""
-        return [self.take() for _ in range(count)]
+        free, refs = self._free, self._refs
+        num_kept = max(0, len(free) - count)
+        blocks = free[num_kept:][::-1]  # the last one first
+        del free[num_kept:]
+        for block in blocks:
+            refs[block] = 1
+        first = len(refs)
+        end = min(self.num_blocks, first + count - len(blocks))
+        blocks += range(first, end)
+        refs += [1] * (end - first)
+        while len(blocks) < count:
+            blocks.append(self._give_up())
+        return blocks
 
     def take(self) -> int:
         """`allocate` of one block."""
         if self._free:
             block = self._free.pop()
-        elif len(self._refs) < self.num_blocks:
+            self._refs[block] = 1
+            return block
+        if len(self._refs) < self.num_blocks:
             self._refs.append(1)
             return len(self._refs) - 1
-        else:
-            entry = self._cached.pop()
-            self._index.remove(entry)
-            block = entry.block
-        self._refs[block] = 1
-        return block
+        return self._give_up()
+
+    def _give_up(self) -> int:
+        """The cached block whose turn it is, for a new owner."""
+        entry = self._cached.pop()
+        self._index.remove(entry)
+        self._refs[entry.block] = 1
+        return entry.block
 
     def num_cached_of(self, entries: Iterable[Entry]) -> int:
         """How many of these hits would leave the cache, and hence `num_available`, when acquired."""
