@@ -12,12 +12,13 @@ waited for  as beside, but the step thread waits for each before it computes: wh
 
 The engine is built as an engine process builds it: runner, copier, peers, step loop. What moves is planned beside the
 scheduler, into blocks that its pool does not have, so that all parts compute the same steps. A step counts from the end
-of the one before to its own, with all that the loop does; what the step thread computed in it is told beside. The other
-engine is a process of its own.
+of the one before to its own, with all that the loop does. The other engine is a process of its own.
 
 One thread computes, on one core; everything else, the engine's other threads and the other engine, which in life has a
 machine of its own, has the other core ("apart"); and the same where only the other engine is bound to a core, and the
-system places threads ("free"). Two threads compute on both cores, the other engine again on the second.
+system places threads ("free"). Two threads compute on both cores, the other engine again on the second. On a machine
+that others use too, the step thread waits for its core now and then ("waits"), apart for strangers alone; ratios are
+told without that as well.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -114,7 +116,7 @@ class Found:
     """Of one part in one round."""
 
     steps_ns: list[int] = field(default_factory=list)
-    cpu_ns: list[int] = field(default_factory=list)  # of the step thread, in each step
+    waits_ns: list[int] = field(default_factory=list)  # of them, while another process had the step thread's core
     swapped_bytes_per_s: float = 0.0
     fetched_bytes_per_s: float = 0.0
 
@@ -273,7 +275,7 @@ class Stage:
         self._num_open = 0
         self._num_done = 0  # steps of all rows in this part
         self._moved_before = (0, 0)  # bytes swapped and fetched
-        self._began_ns = self._last_ns = self._last_cpu_ns = 0
+        self._began_ns = self._last_ns = self._waited_ns = 0
         self._error: BaseException | None = None
 
     def run(self) -> list[Round]:
@@ -299,7 +301,7 @@ class Stage:
         )
 
     def _on_turn(self, turn: Turn) -> None:
-        now_ns, cpu_ns = time.monotonic_ns(), time.thread_time_ns()
+        now_ns, waited_ns = time.monotonic_ns(), waited()
         assert not turn.refused, turn.refused
         found, work = self._found[-1], self._work
         if turn.step is not None and turn.step.kind == "decode" and turn.step.num_tokens == NUM_ROWS:
@@ -310,8 +312,8 @@ class Stage:
                 self._began_ns = now_ns = time.monotonic_ns()
             elif self._num_done > SETTLE_STEPS:
                 found.steps_ns.append(now_ns - self._last_ns)
-                found.cpu_ns.append(cpu_ns - self._last_cpu_ns)
-        self._last_ns, self._last_cpu_ns = now_ns, cpu_ns
+                found.waits_ns.append(waited_ns - self._waited_ns)
+        self._last_ns, self._waited_ns = now_ns, waited_ns
         num_ended = sum(update.ending is not None for update in turn.updates.get(SESSION, ()))
         self._num_open -= num_ended
         if num_ended and not self._num_open:
@@ -327,6 +329,11 @@ class Stage:
 
     def _on_failure(self, error: BaseException) -> None:
         self._error = error
+
+
+def waited() -> int:
+    """Nanoseconds that this thread was ready to run and had no core, since it began."""
+    return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
 
 
 class NoLeases:
@@ -393,28 +400,35 @@ def measure(place: Place, other: Neighbour, prefix: Sequence[int], shape: Shape)
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def by_alone(part: Part, rounds: Sequence[Round]) -> list[float]:
-    """Each step by the median of those alone in its round: the machine is not as fast in each."""
-    return [step_ns / median(each[ALONE].steps_ns) for each in rounds for step_ns in each[part].steps_ns]
-
-
-def ratios(part: Part, rounds: Sequence[Round]) -> tuple[float, float, float, float]:
-    """P50, P99 and mean of steps, and the median of the step thread's processor time, by the same of steps alone."""
-    found, alone = by_alone(part, rounds), by_alone(ALONE, rounds)
-    return (
-        median(median(each[part].steps_ns) / median(each[ALONE].steps_ns) for each in rounds),
-        percentile(found, 99) / percentile(alone, 99),
-        fmean(found) / fmean(alone),
-        median(median(each[part].cpu_ns) / median(each[ALONE].cpu_ns) for each in rounds),
+def ratios(part: Part, rounds: Sequence[Round], of: Callable[[Found], list[int]]) -> tuple[float, float, float]:
+    """P50, P99 and mean of a part's steps, by the same of steps alone. For P99 and mean each step is taken by the
+    median of those alone in its round: the machine is not as fast in each."""
+    usual = [median(of(each[ALONE])) for each in rounds]
+    found, alone = (
+        [step / by for each, by in zip(rounds, usual, strict=True) for step in of(each[which])]
+        for which in (part, ALONE)
     )
+    p50 = median(median(of(each[part])) / by for each, by in zip(rounds, usual, strict=True))
+    return p50, percentile(found, 99) / percentile(alone, 99), fmean(found) / fmean(alone)
+
+
+def whole(found: Found) -> list[int]:
+    return found.steps_ns
+
+
+def with_a_core(found: Found) -> list[int]:
+    """Without what the step thread waited for its core while somebody else had it."""
+    return [step_ns - wait_ns for step_ns, wait_ns in zip(found.steps_ns, found.waits_ns, strict=True)]
 
 
 def row(place: Place, part: Part, rounds: Sequence[Round]) -> tuple[Any, ...]:
     found = [each[part] for each in rounds]
     steps_ns = [step_ns for each in found for step_ns in each.steps_ns]
     rates = (median(getattr(each, name) for each in found) / 1e6 for name in RATES)
+    waits_ms = fmean([wait_ns for each in found for wait_ns in each.waits_ns]) / 1e6
+    served = ratios(part, rounds, with_a_core)[:2]
     times_ms = (value / 1e6 for value in (median(steps_ns), percentile(steps_ns, 99)))
-    return (place.name, part.name, len(steps_ns), *times_ms, *ratios(part, rounds), *rates)
+    return (place.name, part.name, len(steps_ns), *times_ms, *ratios(part, rounds, whole), waits_ms, *served, *rates)
 
 
 async def bench(report: Report, shape: Shape) -> None:
@@ -424,12 +438,12 @@ async def bench(report: Report, shape: Shape) -> None:
         await other.ask([*prefix, 1])
         for place in shape.places:
             found[place] = await asyncio.to_thread(measure, place, other, prefix, shape)
-    columns = ("threads", "part", "steps", "P50 ms", "P99 ms", "P50 ratio", "P99 ratio", "mean ratio", "CPU ratio",
-               "fetch MB/s", "swap MB/s")  # fmt: skip
+    columns = ("threads", "part", "steps", "P50 ms", "P99 ms", "P50 ratio", "P99 ratio", "mean ratio",
+               "waits ms", "P50 less waits", "P99 less waits", "fetch MB/s", "swap MB/s")  # fmt: skip
     rows = [row(place, part, rounds) for place, rounds in found.items() for part in PARTS]
     report.table(f"steps of {NUM_ROWS} decodes in {shape.num_rounds} rounds; ratios are by those alone", columns, rows)
     rounds = found[APART]
-    p50, p99, *_ = ratios(BESIDE, rounds)
+    p50, p99, _ = ratios(BESIDE, rounds, whole)
     for name, value, target in (("P50", p50, P50_TARGET), ("P99", p99, P99_TARGET)):
         what = f"one thread: {name} of steps beside swaps and a fetch, by alone"
         report.claim(what, round(value, 3), f"<= {target:g}", value <= target)
