@@ -333,7 +333,7 @@ def test_an_engine_whose_pool_is_too_small_parks_and_says_so(
     assert client.tokens == undisturbed
     view = client.turns[-1].view
     assert view.parks >= 4 and view.recomputed_tokens == 0
-    assert view.free_host_blocks + view.cached_host_blocks == view.total_host_blocks
+    scheduler.check()  # what the last ones left may still be copied
     updates = [update for turn in client.turns for update in turn.updates.get(1, ())]
     assert sum(update.parked is True for update in updates) == sum(update.parked is False for update in updates) > 0
     assert all(sum(update.waited_ns is not None for update in updates if update.id == id) == 1 for id in undisturbed)
