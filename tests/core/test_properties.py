@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
 from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import root_key
-from shoal.core.limits import Limits
+from shoal.core.limits import Eviction, Limits
 from shoal.core.plan import Accepted, Ended, Event, Held, Logprobs, PromptScored, Refused, Token
 from shoal.core.request import Finish, RequestSpec
 from shoal.core.scheduler import Scheduler
@@ -27,6 +27,7 @@ SEEDS = 40
 STEPS = 250  # x SEEDS = 10,000
 Composer = Literal["value", "fcfs", "static"]
 Disk = dict[bytes, tuple[Held, list[tuple[int, int] | None]]]
+EVICTIONS = get_args(Eviction)
 WORLDS: list[tuple[Composer, int]] = [("value", seed) for seed in range(SEEDS)]
 WORLDS += [("fcfs", seed) for seed in range(SEEDS // 2)] + [("static", seed) for seed in range(SEEDS // 2)]
 
@@ -62,6 +63,7 @@ class World:
             block_bytes=4000,
             copy_bytes_per_s=chance.choice((1e6, 1e8)),
             preemption=chance.choice(("auto", "auto", "swap", "recompute")),
+            eviction=EVICTIONS[seed % len(EVICTIONS)],
         )
         cost = StepCost((0, 1e6, 1e4, 0, 0))
         root = root_key("m", "float32", "1", 4)

@@ -11,6 +11,7 @@ MIN_WAIT_TURNS = 8  # a waiting bound shorter than so many turns cannot be promi
 
 Composer = Literal["value", "fcfs", "static"]
 Preemption = Literal["auto", "swap", "recompute"]
+Eviction = Literal["lru", "lookahead", "s3fifo"]  # kv/evict.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Limits:
     max_prefill_chunk: int = 1536  # most tokens of one request in a step; 0: no cap
     max_step_ns: int = 500_000_000  # no step is planned longer, unless one token alone takes that long
     prefix_caching: bool = True
+    eviction: Eviction = "lru"  # which cached block goes first
     max_steps_in_flight: int = 1  # plans made before the first result returns
     composer: Composer = "value"  # the others are baselines to compare with
     classes: dict[str, ServiceClass] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
@@ -45,7 +47,8 @@ class Limits:
         if self.disk_bytes_per_s and not self.num_host_blocks:
             raise ValueError(f"disk_bytes_per_s is {self.disk_bytes_per_s:g}; it needs a host tier to read into")
         self._check_classes()
-        for name, allowed in (("composer", get_args(Composer)), ("preemption", get_args(Preemption))):
+        for name, kind in (("composer", Composer), ("preemption", Preemption), ("eviction", Eviction)):
+            allowed = get_args(kind)
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
 

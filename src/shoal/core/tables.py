@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from shoal.core.kv.blocks import BlockPool
+from shoal.core.kv.evict import ORDERS
 from shoal.core.kv.prefix import PrefixIndex
 from shoal.core.limits import Limits
 from shoal.core.request import Request
@@ -20,7 +21,7 @@ class BlockTables:
         self._size = limits.block_tokens
         self._caching = limits.prefix_caching
         self.index = PrefixIndex(limits.block_tokens)
-        self.pool = BlockPool(limits.num_blocks, self.index)
+        self.pool = BlockPool(limits.num_blocks, self.index, ORDERS[limits.eviction](limits.num_blocks))
         self._held: dict[int, list[list[int]]] = {}  # step -> tables to release when it has returned
         self._unfound: deque[Request] = deque()  # have filled blocks that are not in the index yet
         self.num_queried = 0  # tokens looked up in the prefix index at admissions

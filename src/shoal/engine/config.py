@@ -58,6 +58,13 @@ class EngineConfig:
         Literal[8, 16, 32, 64, 128], Meta(extra_json_schema={"unit": "tokens"}, description="tokens per KV block")
     ] = 16
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of common prompt prefixes")] = True
+    eviction: Annotated[
+        Literal["lru", "lookahead", "s3fifo"],
+        Meta(
+            description="which cached KV block is given up first: the least recently used; the one of which the fewest "
+            "uses are expected, as learned from how often and after which pause others were used; by S3-FIFO"
+        ),
+    ] = "lru"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, lt=1, description="share of a GPU's memory for weights, activations and KV")
     ] = 0.90

@@ -86,6 +86,7 @@ def build(
         vocab_size=runner.vocab_size,
         max_step_ns=config.max_step_ms * 1_000_000,
         prefix_caching=config.enable_prefix_caching,
+        eviction=config.eviction,
         max_steps_in_flight=config.steps_in_flight,
         composer=config.composer,
         classes=dict(classes),

@@ -9,17 +9,18 @@ Memory grows with the blocks ever used, not with the pool: ids are first handed 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from shoal.core.kv.evict import LeastRecentlyUsed
+from shoal.core.kv.evict import LeastRecentlyUsed, Order
 from shoal.core.kv.prefix import Entry, PrefixIndex
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex, order: Order | None = None) -> None:
+        """`order`: in which cached blocks are given up; least recently used first where none is given."""
         self.num_blocks = num_blocks
         self._index = index
-        self._cached = LeastRecentlyUsed()
+        self._cached = LeastRecentlyUsed(num_blocks) if order is None else order
         self._free: list[int] = []  # used before; blocks len(refs) .. num_blocks - 1 were never used
         self._refs: list[int] = []
 
@@ -75,28 +76,30 @@ class BlockPool:
         refs = self._refs
         return sum([1 for entry in entries if refs[entry.block] == 0])
 
-    def acquire(self, entries: Iterable[Entry]) -> list[int]:
-        """The blocks of a prefix hit, for one more owner."""
-        blocks = []
-        for entry in entries:
-            block = entry.block
-            if self._refs[block] == 0:
-                self._cached.remove(entry)
-            self._refs[block] += 1
-            blocks.append(block)
+    def acquire(self, entries: Sequence[Entry], *, used: bool = True) -> list[int]:
+        """The blocks of a prefix, from its start, for one more owner. `used`: a prompt has found it."""
+        refs = self._refs
+        if used:
+            self._cached.used(entries)
+        self._cached.remove([entry for entry in entries if refs[entry.block] == 0], used)
+        blocks = [entry.block for entry in entries]
+        for block in blocks:
+            refs[block] += 1
         return blocks
 
     def release(self, table: list[int]) -> None:
         """An owner gives its whole table back, last block first (evict.py says why)."""
-        refs, entry_at, cache = self._refs, self._index.at, self._cached.add
+        refs, entry_at, free = self._refs, self._index.at, self._free
+        entries = []
         for block in reversed(table):
             left = refs[block] = refs[block] - 1
             if not left:
                 entry = entry_at(block)
                 if entry is None:
-                    self._free.append(block)
+                    free.append(block)
                 else:
-                    cache(entry)
+                    entries.append(entry)
+        self._cached.add(entries)
 
     def num_sole(self, table: list[int]) -> int:
         """How many blocks become available when this table is released."""
@@ -122,15 +125,14 @@ class BlockPool:
         assert all(self._index.at(block) is None for block in free), "a free block has an entry"
         total = self.num_free + self.num_cached + num_referenced
         assert total == self.num_blocks, f"free + cached + referenced = {total}, the pool has {self.num_blocks}"
-        self._check_entries({block: place for place, block in enumerate(cached)})
+        assert len(cached) == len(set(cached)) == len(self._cached), "the eviction order counts its blocks wrongly"
+        self._check_entries(set(cached))
 
-    def _check_entries(self, place: dict[int, int]) -> None:
-        """`place`: cached block -> its place in the eviction queue."""
+    def _check_entries(self, cached: set[int]) -> None:
         for entry in self._index:
             assert entry.live and self._index.at(entry.block) is entry, f"entry of block {entry.block} is not live"
-            assert self._refs[entry.block] or entry.block in place, f"block {entry.block} has an entry but is lost"
+            assert self._refs[entry.block] or entry.block in cached, f"block {entry.block} has an entry but is lost"
             parent = entry.parent
             if isinstance(parent, Entry):
                 assert parent.live, f"block {entry.block} is cached, the block before it is not"
-                if parent.block in place:
-                    assert place.get(entry.block, len(place)) < place[parent.block], "a prefix goes before its end"
+                assert parent.block not in cached or entry.block in cached, "a prefix is cached, its end referenced"

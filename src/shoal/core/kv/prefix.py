@@ -20,10 +20,11 @@ from shoal.core.kv.news import DEVICE, KvEvent
 
 if TYPE_CHECKING:
     from shoal.core.kv.host import Known
+    from shoal.core.kv.lookahead import Run
 
 
 class Entry:
-    __slots__ = ("block", "check", "key", "live", "parent", "tokens")
+    __slots__ = ("block", "check", "key", "live", "num_below", "parent", "run", "tokens", "uses")
 
     def __init__(self, key: bytes, parent: Entry | bytes, tokens: tuple[int, ...], block: int) -> None:
         self.key = key
@@ -32,6 +33,10 @@ class Entry:
         self.block = block
         self.check: int = hash((parent.check if isinstance(parent, Entry) else parent, tokens))  # without a call
         self.live = True  # False once the block was given to someone else
+        # What the eviction orders note, each for itself:
+        self.uses = 0  # by prompts that found it
+        self.num_below = 0  # runs that hang on it
+        self.run: Run | None = None  # while it is cached
 
     def path(self) -> list[Entry]:
         """The entries of its prefix, from the first to this one, whether or not they are live."""
