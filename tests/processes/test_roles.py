@@ -26,10 +26,10 @@ def pair(model: Path) -> Iterator[Serving]:
 
 
 def ask(service: Serving, model: Path, subject: str) -> tuple[list[Stream], list[asyncio.Task[str]]]:
-    """With prompts of about 3,000 tokens."""
+    """With prompts of about 1,500 tokens."""
     streams = [Stream(subject, number) for number in range(NUM_STREAMS)]
     for stream in streams:
-        stream.prompt *= 20
+        stream.prompt *= 10
     return streams, [asyncio.create_task(stream.run(service.url, model.name, NUM_TOKENS)) for stream in streams]
 
 
