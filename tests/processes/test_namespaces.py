@@ -35,11 +35,13 @@ SECRET, OTHER_SECRET = "s" * 32, "t" * 32
 KEY = "a-key"
 ENGINES = ("engine-0", "engine-1")
 LIMIT_S = 90.0
+NUM_STREAMS = 3
 ANSWER_TOKENS = 800
 # Where each prompt starts, and the least difference in its answer between the logprobs of the two likeliest tokens, as
 # seen with `logprobs=2`: large enough that sums in another order, in float32, turn no choice.
 MARGINS = {8: 0.0030, 9: 0.0063, 11: 0.0023, 14: 0.0061, 20: 0.0057}
-SEATS, CROWD = 6, 40  # in a step of an engine, and those that want the same prompt at once: a line that two shorten
+OTHERS = (0, 1, 4, 5, 7, 13, 15, 16, 17, 19)  # no nearer than 0.001 in the first 400 tokens
+SEATS, CROWD = 4, 16  # in a step of an engine, and those that want the same prompt at once: a line that two shorten
 
 
 class Lines:
@@ -147,13 +149,14 @@ class Service:
         url = f"http://{self.at('gateway-0')}:8000/v1/completions"
         return urlopen(Request(url, json.dumps(body).encode(), headers), timeout=LIMIT_S)
 
-    def complete(self, prompt: str, **fields: Any) -> dict[str, Any]:
+    def text(self, prompt: str, num_tokens: int) -> str:
+        """A whole answer; to be called `beside`."""
         try:
-            with self.open(prompt, **fields) as answer:
-                whole: dict[str, Any] = json.load(answer)
+            with self.open(prompt, max_tokens=num_tokens) as answer:
+                text: str = json.load(answer)["choices"][0]["text"]
         except HTTPError as e:
             raise AssertionError(e.read().decode()) from None
-        return whole
+        return text
 
     @contextmanager
     def streams(self, prompts: Iterable[str]) -> Iterator[dict[str, str]]:
@@ -198,12 +201,15 @@ def service(machines: list[Host], tmp_path_factory: pytest.TempPathFactory) -> I
         yield made
 
 
+def prompt_from(start: int) -> str:
+    return " ".join(f"{number * 7919 % 9973:x}" for number in range(start, start + 250))
+
+
 @pytest.fixture(scope="module")
 def texts(service: Service) -> dict[str, str]:
     """Greedy answers by prompt, of some 1,130 tokens each, computed undisturbed."""
-    prompts = [" ".join(f"{number * 7919 % 9973:x}" for number in range(start, start + 250)) for start in MARGINS]
-    answers = service.at_once(lambda prompt: service.complete(prompt, max_tokens=ANSWER_TOKENS), prompts)
-    return {prompt: answer["choices"][0]["text"] for prompt, answer in zip(prompts, answers, strict=True)}
+    prompts = [prompt_from(start) for start in MARGINS]
+    return dict(zip(prompts, service.at_once(lambda prompt: service.text(prompt, ANSWER_TOKENS), prompts), strict=True))
 
 
 def test_who_holds_another_secret_is_nobody(service: Service) -> None:
@@ -222,12 +228,13 @@ def test_who_holds_another_secret_is_nobody(service: Service) -> None:
 
 
 def test_a_prompt_that_many_want_is_fetched_over_tcp_and_every_text_is_the_same(
-    service: Service, texts: dict[str, str]
+    service: Service,
 ) -> None:
-    for prompt, text in texts.items():
+    for prompt in map(prompt_from, OTHERS):  # on a loaded machine a fetch may take longer than it is given
+        (text,) = service.at_once(lambda each: service.text(each, 100), [prompt])
         received = {name: service.hosts[name].received_bytes() for name in ENGINES}
-        answers = service.at_once(lambda each: service.complete(each, max_tokens=100), [prompt] * CROWD)
-        assert all(text.startswith(answer["choices"][0]["text"]) for answer in answers)
+        answers = service.at_once(lambda each: service.text(each, 100), [prompt] * CROWD)
+        assert all(text.startswith(answer) for answer in answers)
         fetched = {name: service.count(name, "kv_fetched_bytes_total") for name in ENGINES}
         if any(fetched.values()):
             break
@@ -249,30 +256,28 @@ def test_they_listen_for_each_other_at_their_own_address_only(service: Service) 
 def test_streams_migrate_to_the_other_engine_when_theirs_is_told_to_end(
     service: Service, texts: dict[str, str]
 ) -> None:
-    with service.streams(texts) as streams:
+    some = dict(list(texts.items())[:NUM_STREAMS])
+    with service.streams(some) as streams:
         ending = service.busiest()
-        (other,) = set(ENGINES) - {ending}
-        fetched = service.count(other, "kv_fetched_bytes_total")
         os.kill(service.pid(ending), signal.SIGTERM)
-    assert streams == texts
+    assert streams == some
     migrations = service.counts("gateway-0", "request_migrations_total")
     assert migrations.get("migrated", 0) >= 1, (migrations, service.processes["gateway-0"].text)
     assert not service.count("gateway-0", "request_replays_total")
-    assert service.count(other, "kv_fetched_bytes_total") > fetched
     assert service.processes[ending].wait(LIMIT_S) == 0
     service.start(ending)  # it comes back at its address, with nothing that it knew
     service.ready(2)
 
 
 def test_streams_go_on_at_the_other_engine_when_theirs_is_killed(service: Service, texts: dict[str, str]) -> None:
-    with service.streams(texts) as streams:
+    some = dict(list(texts.items())[:NUM_STREAMS])
+    with service.streams(some) as streams:
         os.kill(service.pid(service.busiest()), signal.SIGKILL)
-    assert streams == texts
+    assert streams == some
     assert service.count("gateway-0", "request_replays_total") >= 1
     service.ready(1)
     prompt, text = next(iter(texts.items()))
-    again = service.beside(lambda: service.complete(prompt, max_tokens=ANSWER_TOKENS))
-    assert again["choices"][0]["text"] == text
+    assert service.beside(lambda: service.text(prompt, ANSWER_TOKENS)) == text
 
 
 @pytest.mark.parametrize("name", ["controller", "engine-0", "gateway-0"])
