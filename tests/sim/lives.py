@@ -345,7 +345,7 @@ class Life:
 
     def copy(self, op: KvOp, num_bytes: int, now_ns: int, free_ns: int) -> tuple[int, Copied]:
         if op.disk:
-            busy_ns = self._chance.randint(MS // 2, 15 * MS)
+            busy_ns = self._chance.choice((1, 10, 100)) * MS
             self._moves[op.number] = op
         else:
             busy_ns = int(num_bytes / self._limits.copy_bytes_per_s * 1e9 * self._rough())
