@@ -1,10 +1,10 @@
-"""Moves of running streams between two engines: is every seam exact, how long is the pause, is anything left behind?
+"""Running streams migrate between two engines: is every seam exact, how long is the pause, is anything left behind?
 
 Two engine processes of the default model in float32, one thread each, and a gateway's dispatcher in this process. A
-few streams run at a time, sampled; each is moved to the other engine and back at random tokens. Its tokens are compared
-with those of the same request undisturbed, and when all is over every block of both pools is free or cached.
+few streams run at a time, sampled; each migrates to the other engine and back, at random tokens. Its tokens are
+compared with those of the same request undisturbed, and when all is over every block of both pools is free or cached.
 
-The pause is what the client sees: from the last token before a move to the first one after it. A step is the median
+The pause is what the client sees: from the last token before a migration to the next one. A step is the median
 time between two tokens elsewhere in the same streams; the last block's time is what computing its tokens takes by the
 engine's own costs.
 """
@@ -38,8 +38,9 @@ from shoal.gateway.terms import Terms
 from shoal.gateway.text.tokenizer import Tokenizer
 from shoal.workload.latency import percentile
 
-CONCURRENCY, NUM_TOKENS, MOVES = 4, 96, 2  # streams at once; tokens of each answer, moves of each stream
+CONCURRENCY, NUM_TOKENS, MOVES = 4, 400, 8  # streams at once; tokens of each answer, migrations of each stream
 PROMPT_TOKENS = (100, 600)
+LAST_TOKENS = 30  # none of them begins a migration: it could not end
 PAUSE_STEPS = 3
 LIMIT_S, SETTLE_S = 300.0, 20.0
 PARAMS = Params(
@@ -63,7 +64,8 @@ PARAMS = Params(
 class Stream:
     number: int
     prompt: tuple[int, ...]
-    at: list[int]  # tokens after which it is moved
+    num_tokens: int
+    at: list[int]  # tokens after which it migrates
     tokens: list[int] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     pauses_s: list[float] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Stage:
             id=f"{stream.number}-{len(stream.at)}",
             params=PARAMS,
             prompts=(Prompt(ids=stream.prompt),),
-            max_tokens=(NUM_TOKENS,),
+            max_tokens=(stream.num_tokens,),
             arrived_s=now_s,
             asked_s=now_s,
             terms=Terms(),
@@ -118,14 +120,14 @@ class Stage:
             stream.tokens[:] = tokens
             if at and len(tokens) >= at[0] and not attempts.migrating:
                 at.pop(0)
-                self._move(attempts)
+                self._migrate(attempts)
 
-    def _move(self, attempts: Attempts) -> None:
+    def _migrate(self, attempts: Attempts) -> None:
         target = attempts.elsewhere()
         if target is None or not attempts.migrate(target):
             self.outcomes["not begun"] += 1
 
-    def moves(self) -> Counter[str]:
+    def outcomes_of_all(self) -> Counter[str]:
         found = Counter(self.outcomes)
         for metric in self.metrics.migrations.collect():
             found.update({s.labels["outcome"]: int(s.value) for s in metric.samples if s.name.endswith("_total")})
@@ -169,34 +171,34 @@ async def all_of(made: Stage, streams: list[Stream]) -> None:
     async def one_after_the_other() -> None:
         for stream in waiting:
             await made.run(stream)
-            print(f"stream {stream.number} of {len(streams)}, {len(stream.at)} moves", file=sys.stderr, flush=True)
+            print(f"stream {stream.number} of {len(streams)}, {len(stream.at)} migrations", file=sys.stderr, flush=True)
 
     await asyncio.gather(*(one_after_the_other() for _ in range(CONCURRENCY)))
 
 
 async def measure(report: Report) -> None:
     chance = Random(1)
-    num_streams = 8 if report.quick else 50
+    num_streams, num_tokens, num_moves = (4, 150, 4) if report.quick else (13, NUM_TOKENS, MOVES)
     async with stage() as made:
         streams = []
         for number in range(num_streams):
             prompt = tuple(chance.choices(range(100, 49_000), k=chance.randint(*PROMPT_TOKENS)))
-            at = sorted(chance.sample(range(2, NUM_TOKENS - 8), MOVES))
-            streams.append(Stream(number, prompt, at))
+            at = sorted(chance.sample(range(2, num_tokens - LAST_TOKENS), num_moves))
+            streams.append(Stream(number, prompt, num_tokens, at))
         await all_of(made, streams)
         await until(lambda: not made.num_lost_blocks())
         num_lost = made.num_lost_blocks()
-        plain = [Stream(stream.number, stream.prompt, []) for stream in streams]
+        plain = [Stream(stream.number, stream.prompt, stream.num_tokens, []) for stream in streams]
         await all_of(made, plain)
         costs = next(iter(made.replicas.links)).costs
-        claim(report, streams, plain, made.moves(), num_lost, costs)
+        claim(report, streams, plain, made.outcomes_of_all(), num_lost, costs)
 
 
 def claim(
     report: Report,
     streams: list[Stream],
     plain: list[Stream],
-    moves: Counter[str],
+    outcomes: Counter[str],
     num_lost: int,
     costs: tuple[float, ...],
 ) -> None:
@@ -208,15 +210,16 @@ def claim(
         (name, len(values), median(values), percentile(sorted(values), 95), percentile(sorted(values), 99))
         for name, values in (
             ("between tokens, undisturbed", [each * 1e3 for stream in plain for each in stream.gaps_s]),
-            ("between tokens, beside moves", gaps),
-            ("pause of a move", pauses),
+            ("between tokens, beside migrations", gaps),
+            ("pause of a migration", pauses),
         )
     ]
     report.table("what clients see", ("", "number", "P50 ms", "P95", "P99"), rows)
-    report.table("moves", ("outcome", "number"), sorted(moves.items()))
-    num_whole = sum(len(stream.tokens) == NUM_TOKENS and not stream.failure for stream in streams)
+    report.table("migrations", ("outcome", "number"), sorted(outcomes.items()))
+    num_whole = sum(len(stream.tokens) == stream.num_tokens and not stream.failure for stream in streams)
     num_equal = sum(stream.tokens == other.tokens for stream, other in zip(streams, plain, strict=True))
-    report.claim("moves", moves["migrated"], f"{MOVES * len(streams)}", moves["migrated"] == MOVES * len(streams))
+    num_asked, num_done = sum(len(stream.at) for stream in streams), outcomes["migrated"]
+    report.claim("migrations", num_done, f"{num_asked}", num_done == num_asked)
     report.claim("streams with all their tokens", num_whole, f"{len(streams)}", num_whole == len(streams))
     report.claim("texts equal to undisturbed ones", num_equal, f"{len(streams)}", num_equal == len(streams))
     most_ms = PAUSE_STEPS * step_ms + block_ms

@@ -20,7 +20,7 @@ from shoal.gateway.link import EngineLink
 from shoal.wire.messages import Refusing, Update
 
 MAX_ROUNDS = 4
-FEW_TOKENS = 32  # are computed again at once; more are fetched, as long as each round leaves fewer
+FEW_TOKENS = 20  # are computed again at once; more are fetched, as long as each round leaves fewer
 MANY_TOKENS = 256  # would make a pause; the request rather stays where it is
 
 _numbers = itertools.count(1)
