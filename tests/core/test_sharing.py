@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.kv import host, prefix
 from shoal.core.kv.hashing import NO_KEY, chain, root_key, scope_key
-from shoal.core.kv.host import HostTier
+from shoal.core.kv.host import HostEntry, HostTier
 from shoal.core.kv.prefix import check
 from shoal.core.limits import Limits
 from shoal.core.plan import Ended, Held, KvOp, StepPlan
@@ -228,3 +228,20 @@ def test_kv_02_d_with_a_constant_hash_a_lookup_on_the_disk_is_a_miss_and_is_coun
     plan = replica.scheduler.plan(1)
     assert plan is not None and [len(op.disk) for op in plan.ops] == [1] * right
     assert replica.scheduler.view().hash_collisions == (not right)
+
+
+def test_a_host_block_stays_while_a_copy_reads_it() -> None:
+    tier = HostTier(3, prefix.PrefixIndex(SIZE))
+    entries = [
+        HostEntry(bytes([number]) * 16, b"", (number,), number, block) for number, block in enumerate(tier.allocate(3))
+    ]
+    assert all(tier.keep(entry) for entry in entries)
+    tier.hold(entries[:2])
+    tier.hold(entries[:1])
+    assert (tier.num_available, tier.allocate(1)) == (1, [entries[2].block])
+    tier.let_go(entries[:2])
+    assert tier.num_available == 1, "one still reads the first"
+    assert tier.allocate(1) == [entries[1].block]
+    tier.let_go(entries[:1])
+    assert tier.allocate(1) == [entries[0].block]
+    tier.check([[0, 1, 2]])

@@ -16,7 +16,7 @@ from shoal.core.plan import Logprobs, View
 from shoal.core.request import Finish, Refusal, RequestSpec
 from shoal.fleet.view import ReplicaRole
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 16 << 20
 MAX_CHOICES = 16  # specs in one Submit
 
