@@ -68,7 +68,7 @@ def test_the_file_says_everything_that_went_in_and_came_out(tmp_path: Path) -> N
     assert not isinstance(first, Refused) and isinstance(second, Refused)
     records = [record for _, record in journal.read(path)]
     header, submitted, refused, planned, applied, aborted, idle = records
-    assert isinstance(header, Header) and header == Header(3, LIMITS, ROOT, scheduler().cost.coefficients)
+    assert isinstance(header, Header) and header == Header(journal.VERSION, LIMITS, ROOT, scheduler().cost.coefficients)
     assert submitted == Submitted(10, spec("a.0"), None)
     assert refused == Submitted(11, spec("a.0"), second)
     assert isinstance(planned, Planned) and planned.plan is not None and planned.plan.admits[0].tokens == (1, 2, 3)
