@@ -29,7 +29,7 @@ from shoal.engine.transfer.storage import BELIEVED_BYTES_PER_S, Storage
 from shoal.sim import outcomes
 from shoal.workload.trace import Row, Trace
 
-NUM_CONVERSATIONS, HISTORY_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 16, 1536, 16, 16
+OWN_TOKENS, OUTPUT_TOKENS = 16, 16
 CALLERS = 2
 HOST_BYTES = DISK_BYTES = 1 << 30
 RATIOS = (0.5, 2.0, 4.0)  # of all histories, by the device's blocks
@@ -40,19 +40,21 @@ SPEED_TARGET, TTFT_TARGET, KEPT = 1.5, 0.5, 0.97  # KEPT: as fast, within what r
 
 
 class Shape(NamedTuple):
+    num_conversations: int
+    history_tokens: int
     num_visits: int  # of each conversation
     num_rounds: int
     ratios: tuple[float, ...]
 
 
-FULL, QUICK = Shape(5, 3, RATIOS), Shape(4, 1, (2.0,))
+FULL, QUICK = Shape(16, 1024, 5, 2, RATIOS), Shape(8, 512, 4, 1, (2.0,))
 
 
 def main() -> None:
     report = Report("kv_tiers", arguments(__doc__.splitlines()[0]).parse_args())
     shape = QUICK if report.quick else FULL
     engine = Engine(max_num_seqs=8, host_cache_bytes=HOST_BYTES)
-    blocks = NUM_CONVERSATIONS * (HISTORY_TOKENS // engine.limits.block_tokens)
+    blocks = shape.num_conversations * (shape.history_tokens // engine.limits.block_tokens)
     rows = []
     for ratio in shape.ratios:
         found: dict[str, list[outcomes.Report]] = {tier: [] for tier in TIERS}
@@ -62,15 +64,13 @@ def main() -> None:
                 with TemporaryDirectory(prefix="shoal-kv-") as folder:
                     limits = tiers(engine, tier, blocks, Path(folder))
                     limits["num_blocks"] = int(blocks / ratio)
-                    found[tier].append(run(engine, tier, shape.num_visits, number, limits))
+                    found[tier].append(run(engine, tier, shape, number, limits))
         rows += [row(ratio, tier, found[tier]) for tier in TIERS]
         claim(report, ratio, found)
         report.save()
     columns = ("set / pool", "tiers", "tokens/s", "TTFT P50 ms", "P99 ms", "hits %", "on device %", "disk %",
                "out MB", "back MB")  # fmt: skip
-    title = (
-        f"{NUM_CONVERSATIONS} conversations of {HISTORY_TOKENS} tokens; medians; of the hits: on the device, from disk"
-    )
+    title = f"{shape.num_conversations} conversations of {shape.history_tokens} tokens; medians; of the hits: on the device, from disk"
     report.table(title, columns, rows)
     report.finish()
 
@@ -92,15 +92,15 @@ def tiers(engine: Engine, tier: str, num_blocks: int, folder: Path) -> dict[str,
     return told
 
 
-def run(engine: Engine, tier: str, num_visits: int, seed: int, limits: dict[str, Any]) -> outcomes.Report:
+def run(engine: Engine, tier: str, shape: Shape, seed: int, limits: dict[str, Any]) -> outcomes.Report:
     chance = Random(seed)
     vocab = range(engine.limits.vocab_size)
-    histories = [tuple(chance.choices(vocab, k=HISTORY_TOKENS)) for _ in range(NUM_CONVERSATIONS)]
+    histories = [tuple(chance.choices(vocab, k=shape.history_tokens)) for _ in range(shape.num_conversations)]
     visits = []
-    for _ in range(num_visits):
+    for _ in range(shape.num_visits):
         visits += chance.sample(histories, len(histories))
     prompts = [(*history, *chance.choices(vocab, k=OWN_TOKENS)) for history in visits]
-    load = Trace((Row(0, HISTORY_TOKENS + OWN_TOKENS, OUTPUT_TOKENS),) * len(prompts), CALLERS)
+    load = Trace((Row(0, shape.history_tokens + OWN_TOKENS, OUTPUT_TOKENS),) * len(prompts), CALLERS)
     return serve(engine, load, seed=seed, name=tier, prompts=prompts, **limits)
 
 
