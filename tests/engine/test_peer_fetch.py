@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -246,3 +247,22 @@ def test_no_more_is_expected_than_may_be_fetched(model: Path, most: int, believe
         peer_max_bytes_per_s=most,
     )
     assert main.build(model, config, "tiny").scheduler.limits.fetch_bytes_per_s == believed
+
+
+def test_a_prefetch_brings_the_blocks_before_the_request(model: Path, tmp_path: Path) -> None:
+    """Also where there is nothing to bring any more, which is told without a step: replayed and simulated exactly."""
+
+    async def scene() -> None:
+        async with engine(model, tmp_path, "owner") as (owner, _), engine(model, tmp_path, "other") as (other, _):
+            owner.submit("a")
+            expected, _ = await owner.end("a")
+            ahead = RequestSpec(id="ahead", prompt=PROMPT, max_tokens=0, peer=owner.peer(), prefetch=True)
+            for id in ("ahead", "again"):
+                other.steps.submit(1, [replace(ahead, id=id)])
+                assert await other.end(id) == ([], Ending(Finish.LENGTH, None, 192))
+            assert other.peers.fetched_blocks == 12
+            other.submit("b")
+            tokens, ending = await other.end("b")
+            assert (tokens, ending.cached_tokens) == (expected, 192)
+
+    asyncio.run(scene())
