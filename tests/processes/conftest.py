@@ -21,3 +21,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(model: Path) -> Iterator[Serving]:
     with serve(model) as serving:
         yield serving
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Serving]:
+    """Two replicas, for tests that end or kill one."""
+    with serve(model, "--replicas", "2") as serving:
+        yield serving

@@ -20,12 +20,6 @@ pytestmark = pytest.mark.torch
 NUM_TOKENS, NUM_STREAMS = 1000, 4
 
 
-@pytest.fixture(scope="module")
-def pair(model: Path) -> Iterator[Serving]:
-    with serve(model, "--replicas", "2") as service:
-        yield service
-
-
 async def disturbed(service: Serving, model: Path, number: int) -> None:
     """Streams, and the same ones undisturbed: the texts are equal. The replica with most of them gets the signal."""
     await until(lambda: list(running(service).values()) == [0, 0], 40)

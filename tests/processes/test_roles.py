@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.serve import Serving, serve
+from tests.support.serve import Serving
 from tests.support.streams import Stream, assign, metric, running
 from tests.support.wires import until
 
 pytestmark = pytest.mark.torch
 
 NUM_STREAMS, NUM_TOKENS = 4, 600
-
-
-@pytest.fixture(scope="module")
-def pair(model: Path) -> Iterator[Serving]:
-    with serve(model, "--replicas", "2") as service:
-        yield service
 
 
 def ask(service: Serving, model: Path, subject: str) -> tuple[list[Stream], list[asyncio.Task[str]]]:
