@@ -61,24 +61,19 @@ class Fetching:
     def find(self, request: Request, num_in_host: int, now_ns: int) -> int:
         """How many blocks its peer should bring; 0: without it is sooner done. `chain.matched` is up to date;
         `num_in_host`: blocks with which its prefix goes on in the host tier, if bringing them pays."""
-        peer, limits = request.spec.peer, self._limits
-        if peer is None or not limits.fetch_bytes_per_s or not limits.prefix_caching:
-            return 0
         if request.started or request.host_blocks or request.spec.sampling.prompt_logprobs is not None:
             return 0
+        count, peer = self.find_ahead(request, now_ns), request.spec.peer
+        if peer is None or count <= num_in_host or self.full:
+            return 0
         first = len(request.chain.matched)
-        count = min(peer.num_blocks, (request.known - 1) // self._size) - first
-        if count <= num_in_host or self.full:
-            return 0
-        if self._rests(peer, now_ns):
-            return 0
         without_ns = self._parking.read_ns(num_in_host) if num_in_host else 0.0
         start = (first + num_in_host) * self._size
         without_ns += self._parking.recompute_ns((count - num_in_host) * self._size, start)
         return count if self._fetch_ns(peer, count, now_ns) < without_ns else 0
 
     def find_ahead(self, request: Request, now_ns: int) -> int:
-        """How many blocks its peer should bring for a prefetch: whatever is not here, since nobody waits for it."""
+        """How many blocks its peer could bring beyond those that are here: a prefetch takes all, since nobody waits."""
         peer, limits = request.spec.peer, self._limits
         if peer is None or not limits.fetch_bytes_per_s or not limits.prefix_caching or self._rests(peer, now_ns):
             return 0

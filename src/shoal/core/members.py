@@ -190,8 +190,12 @@ class Members:
         """Its blocks are cached from now on."""
         self.num_returning -= 1
         self.tables.leave(request, self.returned)
+        self.prefetch_done(request, request.computed)
+
+    def prefetch_done(self, request: Request, num_tokens: int) -> None:
+        """So many of its tokens are here."""
         request.move(State.FINISHED)
-        request.cached_tokens = request.computed
+        request.cached_tokens = num_tokens
         self.prefetched.append(request)
 
     def _returned(self, request: Request, now_ns: int) -> None:

@@ -24,9 +24,7 @@ def start(members: Members) -> None:
             members.fetches.append(members.fetching.bring(request, count))
             members.num_returning += 1
         else:
-            request.move(State.FINISHED)
-            request.cached_tokens = len(request.chain.matched) * members.limits.block_tokens
-            members.prefetched.append(request)
+            members.prefetch_done(request, len(request.chain.matched) * members.limits.block_tokens)
 
 
 def end(members: Members, request: Request) -> None:

@@ -58,7 +58,9 @@ class Migration:
         self._missing = 0  # after the round before
 
     def begin(self) -> None:
-        specs = self._progress()
+        self._prefetch(self._progress())
+
+    def _prefetch(self, specs: Sequence[RequestSpec]) -> None:
         info = self.source.info
         if not specs:
             return self._end(Outcome.ENDED)
@@ -110,7 +112,7 @@ class Migration:
         fewer = self._round == 1 or missing < self._missing
         if missing > FEW_TOKENS and fewer and self._round < MAX_ROUNDS:
             self._missing = missing
-            return self.begin()
+            return self._prefetch(specs)
         self._end(Outcome.MIGRATED if missing <= MANY_TOKENS else Outcome.NOT_FETCHED)
 
     def _end(self, outcome: Outcome) -> None:
