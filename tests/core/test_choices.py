@@ -12,7 +12,8 @@ from shoal.core.compose import Room, split
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.plan import Slice
-from shoal.core.request import Request, RequestSpec, State
+from shoal.core.progress import Request, State
+from shoal.core.request import RequestSpec
 from shoal.core.stepcost import StepCost
 from shoal.core.urgency import Hurry, Leeway
 from shoal.core.waiting import FirstComeLine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from copy import copy
 from itertools import product
 from statistics import mean
 
@@ -14,7 +13,8 @@ from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.compose import Candidate, Chosen, Room, Value, choose, in_turn, worth
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
-from shoal.core.request import Request, RequestSpec
+from shoal.core.progress import Request
+from shoal.core.request import RequestSpec
 from shoal.core.stepcost import StepCost
 
 MS = 1_000_000
@@ -60,7 +60,7 @@ class Instance:
 
     def allows(self, counts: tuple[int, ...]) -> float | None:
         """What these token counts are worth; None: they do not fit."""
-        room, taken = copy(self.room), []
+        room, taken = self.room.copy(), []
         for each, number in zip(self.candidates, counts, strict=True):
             if number:
                 room.add_chunk(each.start, number)

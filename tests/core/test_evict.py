@@ -40,6 +40,7 @@ class Pool:
         return count
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", ORDERS)
 def test_of_a_prefix_the_end_goes_before_the_start_and_only_what_nobody_holds(name: str, seed: int) -> None:

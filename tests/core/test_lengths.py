@@ -233,6 +233,7 @@ def test_who_is_forgotten_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(found._due) <= set(found._tenants)
 
 
+@pytest.mark.interpreted
 def test_what_endings_cost_is_bounded_and_every_table_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenants with news at every ending: one table is made anew for each four endings, and none is left out."""
     found, rebuilt = Lengths(), []

@@ -8,7 +8,8 @@ from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
-from shoal.core.request import Request, RequestSpec, State
+from shoal.core.progress import Request, State
+from shoal.core.request import RequestSpec
 from shoal.core.stepcost import StepCost
 from shoal.core.tables import BlockTables
 

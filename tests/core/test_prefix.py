@@ -121,6 +121,7 @@ def test_a_waiting_request_asks_again_and_sees_what_came_and_what_went() -> None
     assert [entry.block for entry in index.match(waiting, tokens, 3)] == table[:2]
 
 
+@pytest.mark.interpreted
 def test_each_key_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(prefix, "block_key", lambda parent, tokens: asked.append(tokens) or block_key(parent, tokens))
@@ -134,6 +135,7 @@ def test_each_key_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(8, 9, 10, 11), (12, 13, 14, 15), (16, 17, 18, 19)]
 
 
+@pytest.mark.interpreted
 def test_kv_02_d_with_a_constant_hash_a_lookup_is_a_miss_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "block_key", lambda parent, tokens: b"the same")
     index = PrefixIndex(SIZE)
@@ -150,6 +152,7 @@ def test_kv_02_d_with_a_constant_hash_a_lookup_is_a_miss_and_is_counted(monkeypa
     assert index.collisions == 3
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("seed", range(12))
 def test_with_a_hash_of_two_bits_requests_still_come_to_what_they_must(
     monkeypatch: pytest.MonkeyPatch, seed: int

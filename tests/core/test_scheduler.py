@@ -9,9 +9,11 @@ import pytest
 
 from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.hashing import chain, root_key, scope_key
+from shoal.core.kv.prefix import Chain
 from shoal.core.limits import Limits
 from shoal.core.plan import Accepted, Ended, Event, Refused, Started, StepResult, Token, View
-from shoal.core.request import Finish, Refusal, Request, RequestSpec, Sampling, State
+from shoal.core.progress import Request, State
+from shoal.core.request import Finish, Refusal, RequestSpec, Sampling
 from shoal.core.scheduler import Scheduler
 from tests.core.block_runner import BlockRunner
 from tests.core.naive import sample
@@ -290,7 +292,7 @@ def test_limits_below_their_bounds_are_a_value_error(name: str) -> None:
 
 
 def test_an_illegal_transition_is_an_assertion() -> None:
-    request = Request(spec("a"), 1, None, None, DEFAULT_CLASSES["standard"])  # type: ignore[arg-type]
+    request = Request(spec("a"), 1, Chain(b""), None, DEFAULT_CLASSES["standard"])
     request.move(State.FINISHED)
     with pytest.raises(AssertionError, match="a: finished -> running"):
         request.move(State.RUNNING)

@@ -148,6 +148,7 @@ def test_a_prefix_longer_than_the_tier_fills_it_once() -> None:
     assert sum(len(op.host_blocks) for op in replica.ops if op.out) <= 17  # one is of the stream beside
 
 
+@pytest.mark.interpreted
 def test_looking_again_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose blocks are in the host tier waits for its turn: nothing is looked at twice."""
     replica = Replica(num_blocks=64, num_host_blocks=200)
@@ -197,6 +198,7 @@ def test_nobody_makes_way_for_one_whose_prefix_is_still_coming() -> None:
     replica.run("first", "second", "low")
 
 
+@pytest.mark.interpreted
 def test_kv_02_d_with_a_constant_hash_a_lookup_in_the_host_tier_is_a_miss_and_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +218,7 @@ def test_kv_02_d_with_a_constant_hash_a_lookup_in_the_host_tier_is_a_miss_and_is
     assert len(tier.find(line["c"])) == 1 and replica.scheduler.view().hash_collisions == before + 1
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("right", [False, True])
 def test_kv_02_d_with_a_constant_hash_a_lookup_on_the_disk_is_a_miss_and_is_counted(
     monkeypatch: pytest.MonkeyPatch, right: bool

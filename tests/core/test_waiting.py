@@ -6,7 +6,8 @@ import pytest
 
 from shoal.core.classes import DEFAULT_CLASSES
 from shoal.core.kv.prefix import Chain
-from shoal.core.request import Request, RequestSpec
+from shoal.core.progress import Request
+from shoal.core.request import RequestSpec
 from shoal.core.waiting import MAX_ACCOUNTS, FairLine
 
 

@@ -57,6 +57,7 @@ class Story:
             self.limits: dict[str, Any] = {"max_model_len": 4096, "vocab_size": 10_000} | {
                 LIMITS[key]: int(value) for key, value in options.items() if key in LIMITS
             }
+            self.limits["prefix_caching"] = bool(self.limits.get("prefix_caching", True))
             self.limits |= {name: options[name] for name in ("composer", "preemption") if name in options}
             self.limits |= {"block_bytes": 1_000_000, "copy_bytes_per_s": 1e9}
             if "queue" in options:

@@ -26,7 +26,8 @@ from shoal.core.lending import Lending
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import Copied
-from shoal.core.request import Finish, Peer, Request, RequestSpec, Sampling
+from shoal.core.progress import Request
+from shoal.core.request import Finish, Peer, RequestSpec, Sampling
 from shoal.fleet import stream
 from shoal.gateway import migration
 from shoal.gateway.link import EngineLink
@@ -35,6 +36,8 @@ from shoal.sim.agenda import Agenda
 from shoal.wire.messages import Refusing, Update
 from tests.sim import lives
 from tests.sim.lives import MS, ROOT, SIZE, VOCAB, Disk, Life, expected
+
+pytestmark = pytest.mark.interpreted  # its replicas inherit from Scheduler
 
 SEEDS = 20
 NAMES = ("p", "q", "r")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from shoal.core.limits import Limits
 from shoal.core.plan import Refused
-from shoal.core.request import Refusal, RequestSpec, positions
+from shoal.core.progress import positions
+from shoal.core.request import Refusal, RequestSpec
 
 
 def refuse(

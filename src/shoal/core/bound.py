@@ -18,7 +18,7 @@ assumptions and the proof at length: docs/decisions/0010.
 from __future__ import annotations
 
 from shoal.core.limits import Limits
-from shoal.core.request import Request
+from shoal.core.progress import Request
 from shoal.core.stepcost import StepCost
 
 WHOLE = 10**9  # shares are counted in parts of this, so that what is given back is what was taken

@@ -12,11 +12,10 @@ targets leave. What is left goes to chunks: of running requests that are further
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from typing import NamedTuple, Protocol
 
 from shoal.core.limits import Limits
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 from shoal.core.stepcost import Features, StepCost, attended_tokens
 from shoal.core.waiting import FairLine, FirstComeLine, Line
 
@@ -40,12 +39,19 @@ class Room:
     """What is left of one step while it is being composed: tokens and time."""
 
     def __init__(self, limits: Limits, cost: StepCost) -> None:
+        self._limits = limits
         self._cost = cost
         # Where even one token takes longer than that, leaving the others out would cost much and save little.
         self.max_ns = max(limits.max_step_ns, cost.predict((1, 1, 1, 1, 1)) * 5 // 4)
         self._max_tokens = limits.max_num_batched_tokens
         self._max_chunk = limits.max_prefill_chunk or limits.max_num_batched_tokens
         self._new = self._attended = self._sequences = self._context = 0
+
+    def copy(self) -> Room:
+        room = Room(self._limits, self._cost)
+        room._new, room._attended = self._new, self._attended
+        room._sequences, room._context = self._sequences, self._context
+        return room
 
     @property
     def features(self) -> Features:
@@ -165,7 +171,7 @@ def choose(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slo
 
     def taken(key: Callable[[int], float]) -> list[Chosen]:
         order = sorted(range(len(candidates)), key=key, reverse=True)  # stable: equal ones in the order given
-        return _take([candidates[place] for place in order], copy(room), num_blocks, num_slots)
+        return _take([candidates[place] for place in order], room.copy(), num_blocks, num_slots)
 
     best = taken(lambda place: candidates[place].value / sum(shares[place]))
     whole = len(best) == len(candidates) and all(each.tokens == each.candidate.need for each in best)
@@ -206,7 +212,7 @@ def _grant(candidate: Candidate, room: Room) -> int:
 
 def in_turn(candidates: Sequence[Candidate], room: Room, num_blocks: int, num_slots: int) -> list[Chosen]:
     """In the order given, and nobody enters before one that does not fit."""
-    chosen, room = [], copy(room)
+    chosen, room = [], room.copy()
     for each in candidates:
         if each.num_blocks > num_blocks or each.num_slots > num_slots:
             break
@@ -276,7 +282,8 @@ class FirstCome:
     """Whoever waits may enter between any two steps, in order."""
 
     weighs = False
-    chosen_worth = in_turn_worth = 0.0  # nothing is worth more than anything else
+    chosen_worth = 0.0  # nothing is worth more than anything else
+    in_turn_worth = 0.0
 
     def __init__(self, limits: Limits) -> None: ...
 

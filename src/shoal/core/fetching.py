@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import Brought, Fetch
-from shoal.core.request import Peer, Request, State
+from shoal.core.progress import Request, State
+from shoal.core.request import Peer
 from shoal.core.tables import BlockTables
 
 MAX_FETCHES = 4  # at one time: as many as an engine carries out at once

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 
 if TYPE_CHECKING:
     from shoal.core.members import Members

@@ -31,7 +31,7 @@ from shoal.core.plan import (
     Resumed,
     Started,
 )
-from shoal.core.request import NEVER_NS, Request, State
+from shoal.core.progress import NEVER_NS, Request, State
 from shoal.core.sharing import Sharing
 from shoal.core.stepcost import StepCost
 from shoal.core.storing import Storing

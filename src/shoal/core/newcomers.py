@@ -7,7 +7,7 @@ from itertools import islice
 
 from shoal.core.members import Members
 from shoal.core.pressure import MAX_LOOKS, RESERVED, blocks_for
-from shoal.core.request import NEVER_NS, Request
+from shoal.core.progress import NEVER_NS, Request
 from shoal.core.urgency import Hurry
 
 MIN_CHOICE, MAX_CANDIDATES = 16, 64  # weighed in one plan

@@ -18,7 +18,7 @@ from shoal.core.kv.host import HostEntry, HostTier
 from shoal.core.kv.prefix import Entry
 from shoal.core.limits import Limits
 from shoal.core.plan import Copied, KvOp
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 from shoal.core.stepcost import StepCost, attended_tokens
 from shoal.core.tables import BlockTables
 

@@ -7,7 +7,7 @@ from itertools import repeat
 from shoal.core.compose import Room
 from shoal.core.members import Members, admit
 from shoal.core.plan import Admit, Slice
-from shoal.core.request import Request
+from shoal.core.progress import Request
 
 
 class Part:

@@ -8,7 +8,7 @@ It computes nothing and nobody makes way for it. Where nothing can be fetched, t
 from __future__ import annotations
 
 from shoal.core.members import Members
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 
 
 def start(members: Members) -> None:

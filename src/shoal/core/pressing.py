@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from shoal.core import victims
 from shoal.core.members import Members
 from shoal.core.part import Part
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 
 SHIELD_TOKENS = 32  # what a request that pressed gets before somebody more urgent may preempt it
 

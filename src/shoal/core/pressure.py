@@ -8,7 +8,7 @@ from itertools import islice
 from shoal.core import victims
 from shoal.core.members import Members
 from shoal.core.part import Part
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 from shoal.core.urgency import Hurry
 
 MAX_LOOKS = 128  # at requests of the line, in one plan

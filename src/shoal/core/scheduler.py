@@ -50,7 +50,8 @@ from shoal.core.plan import (
     Token,
     View,
 )
-from shoal.core.request import NEVER_NS, Finish, Refusal, Request, RequestSpec, State
+from shoal.core.progress import NEVER_NS, Request, State
+from shoal.core.request import Finish, Refusal, RequestSpec
 from shoal.core.stepcost import Features, StepCost
 from shoal.core.urgency import LEAST_SHARE, Hurry, Leeway, worth
 

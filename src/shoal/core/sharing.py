@@ -16,7 +16,7 @@ from shoal.core.kv.prefix import Entry
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import KvOp
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 from shoal.core.tables import BlockTables
 
 MAX_COPY_BLOCKS = 64  # in one copy: whoever is parked meanwhile waits for its end

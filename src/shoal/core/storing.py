@@ -21,7 +21,7 @@ from shoal.core.kv.news import DISK
 from shoal.core.limits import Limits
 from shoal.core.parking import Parking
 from shoal.core.plan import Copied, Held, KvOp
-from shoal.core.request import Request
+from shoal.core.progress import Request
 from shoal.core.tables import BlockTables
 
 MAX_WRITE_BLOCKS = 16  # in one move

@@ -13,7 +13,7 @@ from shoal.core.kv.blocks import BlockPool
 from shoal.core.kv.evict import ORDERS
 from shoal.core.kv.prefix import PrefixIndex
 from shoal.core.limits import Limits
-from shoal.core.request import Request
+from shoal.core.progress import Request
 
 
 class BlockTables:

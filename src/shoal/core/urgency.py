@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shoal.core.request import NEVER_NS, Request
+from shoal.core.progress import NEVER_NS, Request
 
 MOST_URGENT = 4.0  # times as much as one that has all its time left
 STALL_TOKENS = 8  # after a preemption, so many token intervals are the time within which the next token is due

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 
-from shoal.core.request import Request, State
+from shoal.core.progress import Request, State
 
 Urgency = tuple[int, ...]
 Remaining = Callable[[Request], int]  # predicted output tokens that are still to come

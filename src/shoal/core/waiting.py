@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from shoal.core.classes import ServiceClass
-from shoal.core.request import NEVER_NS, Account, Request
+from shoal.core.progress import NEVER_NS, Account, Request
 
 _order = attrgetter("order")
 _served = attrgetter("served_ns", "id")
