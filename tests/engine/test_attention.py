@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from shoal.engine.model.attention import ATTENTION, make_attention
 from shoal.engine.model.config import ModelConfig, Rope
 from shoal.engine.model.paged import PagedAttention
 from shoal.engine.model.rope import frequencies
-from shoal.engine.model.spans import Spans
+from shoal.engine.model.spans import WHOLE, Shard, Spans
 
 pytestmark = pytest.mark.torch
 
@@ -63,6 +64,7 @@ class Scene:
         norms: bool = True,
         seed: int = 0,
         blocks_seed: int = 0,
+        shard: Shard = WHOLE,
     ) -> None:
         self.config = ModelConfig(
             architecture="",
@@ -83,29 +85,36 @@ class Scene:
         self.qkv = [torch.randn((length, width), generator=random).to(device.dtype) for length in lengths]
         weights = [torch.rand(head_dim, generator=random).add(0.5).to(device.dtype) for _ in range(2 * LAYERS)]
         self.norms = list(zip(*[iter(weights)] * 2, strict=True)) if norms else [(None, None)] * LAYERS
-        sizes = [-(-length // block_tokens) for length in lengths]
+        sizes = [-(-length // (block_tokens * shard.count)) for length in lengths]
         ids = Random(blocks_seed).sample(range(sum(sizes) + 5), sum(sizes))
         self.tables = [[ids.pop() for _ in range(size)] for size in sizes]
         self.store = KVStore(self.config, device, sum(sizes) + 5, block_tokens)
-        self.backend = make_attention(self.config, device, self.store, self.norms)
+        self.backend: Any = make_attention(self.config, device, self.store, self.norms, shard)
         left_behind = 0.0 if self.backend.reads_stale_values else math.nan
         self.store._kv_NB2tKD.fill_(left_behind)  # what must not be read would be seen
 
     def step(self, pieces: list[Piece], layer: int = 1, times: int = 1) -> list[Tensor]:
         """Each piece's results. `times`: what was prepared serves several calls, as it does for several layers."""
+        prepared = self.backend.prepare(self.spans(pieces))
+        qkv_TP = self.rows(pieces)
+        for _ in range(times - 1):
+            self.backend.attend(layer, qkv_TP, prepared).fill_(math.nan)  # memory that the next call is given
+        return list(
+            self.backend.attend(layer, qkv_TP, prepared).clone().split([end - start for _, start, end in pieces])
+        )
+
+    def spans(self, pieces: list[Piece]) -> Spans:
         counts = [end - start for _, start, end in pieces]
         width = max(len(self.tables[index]) for index, _, _ in pieces)
-        spans = Spans(
+        return Spans(
             np.cumsum([0, *counts[:-1]]).astype(np.int32),
             np.array([start for _, start, _ in pieces], np.int32),
             np.array(counts, np.int32),
             np.array([self.tables[i] + [0] * (width - len(self.tables[i])) for i, _, _ in pieces], np.int32),
         )
-        prepared = self.backend.prepare(spans)
-        qkv_TP = torch.cat([self.qkv[index][start:end] for index, start, end in pieces])
-        for _ in range(times - 1):
-            self.backend.attend(layer, qkv_TP, prepared).fill_(math.nan)  # memory that the next call is given
-        return list(self.backend.attend(layer, qkv_TP, prepared).clone().split(counts))
+
+    def rows(self, pieces: list[Piece]) -> Tensor:
+        return torch.cat([self.qkv[index][start:end] for index, start, end in pieces])
 
     def expected(self, index: int, first: int = 0, layer: int = 1) -> Tensor:
         """[length - first, H · D] in float64: a sequence's last positions. Turned queries and keys are rounded once."""

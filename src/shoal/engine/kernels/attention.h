@@ -11,6 +11,11 @@
 // chunks are merged in their order. So a lane's result depends on nothing but its own context: not on who shares the
 // step, how its prompt was cut, which other lanes are in its task, or which threads computed its chunks.
 //
+// A shard of a context keeps each num_shards-th token, side by side in the same blocks, and attends to these alone: where
+// "here" is said, tokens are counted on this shard. What it then gives is a part of the result, to be merged with the
+// others' by the logarithm of the sum of its weights (parallel/context.py). A lane may see no token here: its part weighs
+// nothing.
+//
 // Shape letters: t tokens of a block, D head size, H query heads, K kv heads, G = H / K, S spans.
 #pragma once
 
@@ -49,7 +54,8 @@ struct Layer {
     const void* qkv;  // [T, (H + 2 K) · D]
     void* kv;
     const void *q_norm, *k_norm;  // [D], or null
-    void* out;  // [T, H · D]
+    void* out;     // [T, H · D]
+    int32_t part;  // not 0: out is float32 [T, H · D + H], behind the values the logarithms of the sums of weights
 };
 
 // -- rows of the step -------------------------------------------------------------------------------------------------
@@ -85,32 +91,33 @@ inline void fetch(const T* values, int count) {
     for (int i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(values + i);
 }
 
-// Keys and values of queries [first, end) of a span to their blocks, of one kv head.
+// Keys and values of queries [first, end) of a span to their blocks, of one kv head; those that belong here.
 template <class T>
 void write(const Attention& a, const Step& step, const Layer& layer, const Write& part, int head) {
     constexpr int f = 4 / sizeof(T);
-    const int D = a.head_size, g = a.group();
-    const size_t width = a.row_values();
-    const T* const row = (const T*)layer.qkv + size_t(step.row[part.span] + part.first) * width;
-    const T* const key_row = row + (a.num_heads + head) * D;
+    const int D = a.head_size, g = a.group(), c = a.num_shards, start = step.start[part.span];
+    const int first = a.here(start + part.first) * c + a.shard - start;
+    const size_t width = a.row_values(), next = c * width;
+    const T* const key_row = (const T*)layer.qkv + step.row[part.span] * width + (a.num_heads + head) * D;
     const T* const value_row = key_row + a.num_kv_heads * D;
-    for (int i = 0; i < part.end - part.first; ++i) fetch(key_row + i * width, D), fetch(value_row + i * width, D);
+    for (int query = first; query < part.end; query += c) {
+        fetch(key_row + query * width, D), fetch(value_row + query * width, D);
+    }
     alignas(64) T key[kMaxHead];
-    for (int query = part.first; query < part.end; ++query) {
-        const int position = step.start[part.span] + query, place = position % a.block_tokens;
-        const size_t at = (query - part.first) * width;
-        rotate(a, key_row + at, (const T*)layer.k_norm, step.angles + size_t(position) * D, key);
-        const int block = step.table[size_t(part.span) * step.width + position / a.block_tokens];
+    for (int query = first; query < part.end; query += c) {
+        const int position = start + query, token = a.here(position), place = token % a.block_tokens;
+        rotate(a, key_row + query * width, (const T*)layer.k_norm, step.angles + size_t(position) * D, key);
+        const int block = step.table[size_t(part.span) * step.width + token / a.block_tokens];
         T* keys = block_keys<T>(a, layer, block, head);
         T* values = keys + a.block_tokens * D + place / f * f * D;
         keys += place / g * g * D + place % g * f;
         for (int d = 0; d < D; d += f) std::memcpy(keys + d * g, key + d, sizeof(float));
-        const T* value = value_row + at;
+        const T* value = value_row + query * width;
         if constexpr (f == 1) {
             std::memcpy(values, value, D * sizeof(T));
         } else {
-            const bool with_next = place % 2 == 0 && query + 1 < part.end, done = place % 2 && query > part.first;
-            for (int d = 0; d < D && with_next; d += 8) store_pairs(values + d * f, value + d, value + width + d);
+            const bool with_next = place % 2 == 0 && query + c < part.end, done = place % 2 && query > first;
+            for (int d = 0; d < D && with_next; d += 8) store_pairs(values + d * f, value + d, value + next + d);
             for (int d = 0; d < D && !with_next && !done; ++d) values[d * f + place % f] = value[d];
         }
     }
@@ -125,7 +132,10 @@ struct Result {
     Result(float* memory) : largest(memory), weight(memory + kLanes), sums(memory + 2 * kLanes) {}
 };
 
-// `into` becomes the result of both.
+// Of so many tokens; where there are none, one.
+inline int chunks_of(int num_tokens) { return std::max(1, (num_tokens + kChunk - 1) / kChunk); }
+
+// `into` becomes the result of both. A lane of `into` has seen something: only tiles with a second chunk get here.
 inline void merge(const Attention& a, int num_lanes, Result into, Result next) {
     const Floats one = load<Floats>(into.largest), other = load<Floats>(next.largest), largest = larger(one, other);
     const Floats factor = exp2(one - largest), more_factor = exp2(other - largest);
@@ -148,7 +158,7 @@ class Work {
 public:
     Work(const Attention& a, const Step& step, const Layer& layer, const Task& task)
         : a(a), step(step), layer(layer), task(task),
-          start(step.start[task.span]), end(start + step.length[task.span]),
+          start(step.start[task.span]), end(start + step.length[task.span]), num_here(a.here(end)),
           num_lanes(std::min(kTiles * kLanes, step.length[task.span] * a.per_kv_head() - task.first_lane)),
           num_tiles((num_lanes + kLanes - 1) / kLanes), scale(1.44269504f / std::sqrt(float(a.head_size))),
           table(step.table + size_t(task.span) * step.width), unit(a, std::min(num_lanes, kLanes)) {
@@ -156,9 +166,10 @@ public:
         for (int lane = 0, at = task.first_lane / G, of = task.first_lane % G; lane < num_lanes; ++lane) {
             query[lane] = at;
             head[lane] = task.head * G + of;
+            sees[lane] = a.here(start + at + 1);
             if (++of == G) ++at, of = 0;
         }
-        num_chunks = position(num_lanes - 1) / kChunk + 1;
+        num_chunks = chunks_of(sees[num_lanes - 1]);
     }
 
     void run() {
@@ -191,15 +202,15 @@ private:
         return (const T*)layer.qkv + row(lane) * a.row_values() + head[lane] * a.head_size;
     }
     int lanes_of(int tile) const { return std::min(kLanes, num_lanes - tile * kLanes); }
-    int last_position(int tile) const { return position(tile * kLanes + lanes_of(tile) - 1); }
+    int last_sees(int tile) const { return sees[tile * kLanes + lanes_of(tile) - 1]; }
 
     // Of a chunk, with whole units.
     int padded(int num_tokens) const { return (std::min(kChunk, num_tokens) + a.unit() - 1) / a.unit() * a.unit(); }
 
-    // The first that sees something of the chunk.
+    // The first that sees something of the chunk; all have a result of the first chunk.
     int first_tile(int chunk) const {
         int tile = 0;
-        while (last_position(tile) < chunk * kChunk) ++tile;
+        while (chunk && last_sees(tile) <= chunk * kChunk) ++tile;
         return tile;
     }
 
@@ -222,7 +233,7 @@ private:
     // Where the chunk's keys and values lie.
     void find(int chunk) {
         const int D = a.head_size, g = a.group(), u = a.unit();
-        const int first = chunk * kChunk, num_tokens = padded(position(num_lanes - 1) + 1 - first);
+        const int first = chunk * kChunk, num_tokens = padded(sees[num_lanes - 1] - first);
         for (int i = 0; i < num_tokens; i += g) {
             const int token = first + i, place = token % a.block_tokens;
             const T* keys = block_keys<T>(a, layer, table[token / a.block_tokens], task.head);
@@ -231,8 +242,8 @@ private:
             if (place % u == 0) pieces.values[i / u] = values;
             for (int ahead = 0; ahead < g * D; ahead += 64 / sizeof(T)) __builtin_prefetch(values + ahead, 0, 2);
         }
-        const int last = num_tokens - u, left = end - (first + last);
-        if (left < u) cut_tail(pieces.values[last / u], left);
+        const int last = num_tokens - u, left = num_here - (first + last);
+        if (num_tokens && left < u) cut_tail(pieces.values[last / u], left);
     }
 
     // What lies behind the end of a span may be anything, so its weight 0 would not do.
@@ -248,13 +259,13 @@ private:
     }
 
     void attend(int chunk, int tile, Result result) {
-        const int first = chunk * kChunk, num_tokens = padded(last_position(tile) + 1 - first);
+        const int first = chunk * kChunk, num_tokens = padded(last_sees(tile) - first);
         unit.scores(a, queries + tile * kLanes * a.head_size, pieces, num_tokens, scores);
         const int lanes = lanes_of(tile);
         int seen[kLanes];
         Floats found[kLanes];
         for (int lane = 0; lane < lanes; ++lane) {
-            seen[lane] = std::clamp(position(tile * kLanes + lane) + 1 - first, 0, num_tokens);
+            seen[lane] = std::clamp(sees[tile * kLanes + lane] - first, 0, num_tokens);
             found[lane] = find_largest(scores + lane * kChunk, seen[lane]);
         }
         reduce_each(found, lanes, [](auto l, auto r) { return l > r ? l : r; }, result.largest);
@@ -299,11 +310,22 @@ private:
     void finish(int tile, Result result) const {
         for (int i = 0; i < lanes_of(tile); ++i) {
             const int lane = tile * kLanes + i;
-            T* out = (T*)layer.out + (row(lane) * a.num_heads + head[lane]) * a.head_size;
+            const int width = a.num_heads * a.head_size, first = head[lane] * a.head_size;
             const float* sums = result.sums + i * a.head_size;
-            const float factor = 1 / result.weight[i];
-            for (int d = 0; d < a.head_size; d += 8) store_eight(out + d, load_eight(sums + d) * factor);
+            const float weight = result.weight[i];
+            if (!layer.part) {
+                put((T*)layer.out + row(lane) * width + first, sums, 1 / weight);
+            } else {
+                float* out = (float*)layer.out + row(lane) * (width + a.num_heads);
+                put(out + first, sums, weight ? 1 / weight : 0);
+                out[width + head[lane]] = 0.693147181f * result.largest[i] + std::log(weight);
+            }
         }
+    }
+
+    template <class U>
+    void put(U* out, const float* sums, float factor) const {
+        for (int d = 0; d < a.head_size; d += 8) store_eight(out + d, load_eight(sums + d) * factor);
     }
 
     Result shared(int chunk, int tile) const {
@@ -332,9 +354,9 @@ private:
     const Step& step;
     const Layer& layer;
     const Task& task;
-    const int start, end, num_lanes, num_tiles;
+    const int start, end, num_here, num_lanes, num_tiles;
     int num_chunks;
-    int query[kTiles * kLanes], head[kTiles * kLanes];  // of each lane
+    int query[kTiles * kLanes], head[kTiles * kLanes], sees[kTiles * kLanes];  // of each lane
     const float scale;  // of the scores, times log2 e
     const int32_t* table;
     const Unit unit;
@@ -354,7 +376,7 @@ inline void plan(const Attention& a, Step& step) {
     const auto num_lanes = [&](int span) { return step.length[span] * a.per_kv_head(); };
     const auto num_chunks = [&](int span, int first_lane) {
         const int last = std::min(first_lane + kMost, num_lanes(span)) - 1;
-        return (step.start[span] + last / a.per_kv_head()) / kChunk + 1;
+        return chunks_of(a.here(step.start[span] + last / a.per_kv_head() + 1));
     };
     const auto num_tiles = [&](int span, int first_lane) {
         return (std::min(kMost, num_lanes(span) - first_lane) + kLanes - 1) / kLanes;

@@ -16,8 +16,11 @@ enum Math : int { kFloat32 = 0, kBfloat16 = 1, kBfloat16Unit = 2 };
 struct Attention {
     int32_t num_heads, num_kv_heads, head_size, block_tokens;
     int32_t math;
-    int32_t num_threads;  // that a context may be shared by
-    float epsilon;        // of the norms
+    int32_t num_threads;        // that a context may be shared by
+    float epsilon;              // of the norms
+    int32_t num_shards, shard;  // keys and values of position p are on shard p % num_shards; this one is `shard`
+    // Of a sequence's first `count` tokens, those that are on this shard: also the place there of token `count`.
+    int32_t here(int32_t count) const { return (count + num_shards - 1 - shard) / num_shards; }
     int32_t group() const { return std::min(block_tokens, 16); }
     int32_t unit() const { return std::min(block_tokens, kMaxUnit); }  // tokens whose values are multiplied at once
     int32_t per_kv_head() const { return num_heads / num_kv_heads; }

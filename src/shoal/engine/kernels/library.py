@@ -41,6 +41,8 @@ class Attention(ctypes.Structure):
         ("math", c_int32),
         ("num_threads", c_int32),
         ("epsilon", c_float),
+        ("num_shards", c_int32),
+        ("shard", c_int32),
     )
 
 
@@ -74,6 +76,7 @@ class Layer(ctypes.Structure):
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("out", c_void_p),
+        ("part", c_int32),
     )
 
 

@@ -17,7 +17,7 @@ from shoal.engine.model.config import ModelConfig
 from shoal.engine.model.fixed import FixedAttention
 from shoal.engine.model.paged import PagedAttention, unsupported
 from shoal.engine.model.sdpa import SdpaAttention
-from shoal.engine.model.spans import Spans
+from shoal.engine.model.spans import WHOLE, Shard, Spans
 
 Norms = Sequence[tuple[Tensor | None, Tensor | None]]  # of each layer: weights for queries and keys, [D] each
 
@@ -40,17 +40,31 @@ class Attention(Protocol):
         ...
 
 
-ATTENTION: dict[str, Callable[[ModelConfig, Device, KVStore, Norms], Attention]] = {
+class PartialAttention(Attention, Protocol):
+    """Of a shard of the context, as `make_attention` was told."""
+
+    def attend_partly(self, layer: int, qkv_TP: Tensor, prepared: Any, part_TX: Tensor) -> None:
+        """As `attend`, over the tokens that are here. `part_TX`, float32, contiguous, X = H · D + H, gets the results
+        and behind them the logarithms of the sums of their weights; where no token is here, zeros and minus infinity.
+        """
+        ...
+
+
+ATTENTION: dict[str, Callable[[ModelConfig, Device, KVStore, Norms, Shard], Attention]] = {
     "fixed": FixedAttention,
     "paged": PagedAttention,
     "sdpa": SdpaAttention,
 }
 
 
-def make_attention(config: ModelConfig, device: Device, store: KVStore, norms: Norms) -> Attention:
-    """The device's, or torch's where that one cannot serve this model."""
+def make_attention(
+    config: ModelConfig, device: Device, store: KVStore, norms: Norms, shard: Shard = WHOLE
+) -> Attention:
+    """The device's, or torch's where that one cannot serve this model. Of a shard it is a PartialAttention."""
     name = device.attention
     if name == "paged" and (reason := unsupported(config, device)):
         name = "fixed" if device.batch_invariant else "sdpa"
         log.warning("attention.unsupported", {"reason": reason, "instead": name})
-    return ATTENTION[name](config, device, store, norms)
+    if shard.count > 1 and device.batch_invariant:
+        raise ValueError("engine.batch_invariant is true; where ranks share contexts (--cp) it cannot be kept")
+    return ATTENTION[name](config, device, store, norms, shard)

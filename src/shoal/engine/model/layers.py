@@ -14,7 +14,7 @@ from shoal.engine.device import Device
 from shoal.engine.kernels.library import Activations, Block
 from shoal.engine.kernels.library import Linear as Struct
 from shoal.engine.model.attention import Attention
-from shoal.engine.model.linear import KernelLinear, Linear
+from shoal.engine.model.linear import Adding, KernelLinear, Linear
 from shoal.engine.model.llama import Layer
 from shoal.engine.model.paged import PagedAttention, Prepared
 
@@ -65,7 +65,7 @@ class LayersInOneCall:
         return x_TE
 
 
-def _linears(layers: list[Layer]) -> list[Linear]:
+def _linears(layers: list[Layer]) -> list[Linear | Adding]:
     return [each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
 
 
@@ -75,6 +75,6 @@ def _block(layer: Layer, attention: PagedAttention, index: int) -> Block:
     return Block(*norms, *structs, attention.layers[index])
 
 
-def _struct(linear: Linear) -> Struct:
+def _struct(linear: Linear | Adding) -> Struct:
     assert isinstance(linear, KernelLinear)
     return linear.struct

@@ -25,22 +25,14 @@ _BLOCK = 2 * _TILE
 _DEPTH = 32  # values of k in a tile
 
 
-class Linear(Protocol):
-    """What is returned may be memory that the next call with a result of the same width writes again."""
-
-    num_rows: int  # N
-
-    def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
-        """[M, N]: of rms_norm(x)."""
-        ...
-
-    def normed_silu(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
-        """[M, N / 2]: silu(gate) · up of rms_norm(x), where the rows of W are all gates, then all ups."""
-        ...
-
+class Adding(Protocol):
     def add(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
         """[M, N]: residual + result. The residual is overwritten."""
         ...
+
+
+class Vocabulary(Protocol):
+    num_rows: int  # N
 
     def scores(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
         """[M, N] in float32: of rms_norm(x)."""
@@ -48,6 +40,18 @@ class Linear(Protocol):
 
     def rows(self, ids_M: Tensor) -> Tensor:
         """[M, K]: these rows of W, newly made."""
+        ...
+
+
+class Linear(Adding, Vocabulary, Protocol):
+    """What is returned may be memory that the next call with a result of the same width writes again."""
+
+    def normed(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        """[M, N]: of rms_norm(x)."""
+        ...
+
+    def normed_silu(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        """[M, N / 2]: silu(gate) · up of rms_norm(x), where the rows of W are all gates, then all ups."""
         ...
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.engine.model.config import ModelConfig
-from shoal.engine.model.linear import Linear
+from shoal.engine.model.linear import Adding, Linear, Vocabulary
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,18 +22,18 @@ class Layer:
     qkv: Linear  # outputs: all query heads, all key heads, all value heads
     q_norm_D: Tensor | None
     k_norm_D: Tensor | None
-    output: Linear
+    output: Adding
     mlp_norm_E: Tensor
     gate_up: Linear
-    down: Linear
+    down: Adding
 
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
-    embedding: Linear  # for its rows; the same as `head` where the model ties them
+    embedding: Vocabulary  # for its rows; the same as `head` where the model ties them
     layers: list[Layer]
     norm_E: Tensor
-    head: Linear
+    head: Vocabulary
 
 
 class Llama:

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from shoal.engine.device import Device, num_cores
 from shoal.engine.model.config import ModelConfig, read_json
-from shoal.engine.model.linear import Linear, make_linear
+from shoal.engine.model.linear import Adding, Linear, Vocabulary, make_linear
 from shoal.engine.model.llama import Layer, Weights
+from shoal.engine.parallel.comm import Alone, Comm
+from shoal.engine.parallel.layout import UNSPLIT, Part, Split, whole
+from shoal.engine.parallel.tensor import SplitInputs, SplitVocabulary
 
 _DIGEST_PIECE_BYTES = 8 << 20
 _HARMLESS = ("rotary_emb.inv_freq",)  # computed values that some old checkpoints carry
@@ -54,8 +57,16 @@ class Checkpoint:
         if found != list(shape):
             raise ValueError(f"tensor {name} has shape {found}; config.json asks for {list(shape)}")
 
-    def copy(self, name: str, target: Tensor) -> None:
-        target.copy_(self._file_of[name].get_tensor(name))
+    def copy(self, name: str, target: Tensor, parts: Sequence[Part]) -> None:
+        """These parts of its dimensions; of the file, no more is read."""
+        file = self._file_of[name]
+        if all(part.size == part.of for part in parts):
+            target.copy_(file.get_tensor(name))
+        else:
+            target.copy_(file.get_slice(name)[tuple(slice(part.first, part.end) for part in parts)])
+        self._unread.discard(name)
+
+    def skip(self, name: str) -> None:
         self._unread.discard(name)
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
@@ -82,65 +93,83 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def load_weights(folder: Path, config: ModelConfig, device: Device) -> Weights:
-    """Raises ValueError naming a tensor that is missing, has another shape, or should not be there."""
+def load_weights(
+    folder: Path, config: ModelConfig, device: Device, split: Split = UNSPLIT, comm: Comm | None = None
+) -> Weights:
+    """What is to be here of them. Raises ValueError naming a tensor that is missing, has another shape, or should not
+    be there."""
     with Checkpoint(folder) as checkpoint:
-        loader = _Loader(checkpoint, config, device)
-        vocabulary = config.vocab_size
-        embedding = loader.linear(["model.embed_tokens"], (vocabulary,), config.hidden_size, bias=False)
+        loader = _Loader(checkpoint, config, device, split, comm or Alone())
+        embedding = loader.vocabulary("model.embed_tokens")
         layers = [_layer(loader, config, index) for index in range(config.num_layers)]
         norm = loader.one("model.norm.weight", config.hidden_size)
-        head = embedding
-        if not config.tied:
-            head = loader.linear(["lm_head"], (vocabulary,), config.hidden_size, bias=False)
+        head = embedding if config.tied else loader.vocabulary("lm_head")
         checkpoint.finish(ignored=("lm_head.weight",) if config.tied else ())
     return Weights(embedding=embedding, layers=layers, norm_E=norm, head=head)
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: Device) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: Device, split: Split, comm: Comm) -> None:
+        self.split = split
         self._checkpoint = checkpoint
         self._config = config
         self._device = device
+        self._comm = comm
 
     def one(self, name: str, *shape: int) -> Tensor:
         self._checkpoint.expect(name, *shape)
         target = self._device.empty(shape)
-        self._checkpoint.copy(name, target)
+        self._checkpoint.copy(name, target, [whole(size) for size in shape])
         return target
 
     def linear(
-        self, modules: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool, gated: bool = False
+        self, modules: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool, gated: bool = False
     ) -> Linear:
         """Several modules under each other, so that one multiplication does the work of all."""
         weight = self._stacked(modules, "weight", rows, columns)
         biases = self._stacked(modules, "bias", rows) if bias else None
         return make_linear(weight, biases, self._device, epsilon=self._config.norm_eps, gated=gated)
 
-    def _stacked(self, modules: Sequence[str], kind: str, rows: Sequence[int], *rest: int) -> Tensor:
-        for module, num_rows in zip(modules, rows, strict=True):
-            self._checkpoint.expect(f"{module}.{kind}", num_rows, *rest)
-        target = self._device.empty((sum(rows), *rest))
-        for module, part in zip(modules, target.split(list(rows)), strict=True):
-            self._checkpoint.copy(f"{module}.{kind}", part)
+    def adding(self, module: str, rows: int, columns: Part, *, bias: bool) -> Adding:
+        if bias:
+            self._checkpoint.expect(f"{module}.bias", rows)
+            self._checkpoint.skip(f"{module}.bias")  # where another rank adds it
+        layer = self.linear([module], [whole(rows)], columns, bias=bias and not self.split.rank)
+        return layer if self.split.size == 1 else SplitInputs(layer, self._comm)
+
+    def vocabulary(self, module: str) -> Vocabulary:
+        num_rows, hidden = self._config.vocab_size, whole(self._config.hidden_size)
+        layer = self.linear([module], [self.split.part(num_rows)], hidden, bias=False)
+        if self.split.size == 1:
+            return layer
+        return SplitVocabulary(layer, num_rows, self.split, self._comm, self._device)
+
+    def _stacked(self, modules: Sequence[str], kind: str, rows: Sequence[Part], *rest: Part) -> Tensor:
+        for module, part in zip(modules, rows, strict=True):
+            self._checkpoint.expect(f"{module}.{kind}", part.of, *(other.of for other in rest))
+        sizes = [part.size for part in rows]
+        target = self._device.empty((sum(sizes), *(part.size for part in rest)))
+        for module, part, piece in zip(modules, rows, target.split(sizes), strict=True):
+            self._checkpoint.copy(f"{module}.{kind}", piece, (part, *rest))
         return target
 
 
 def _layer(loader: _Loader, config: ModelConfig, index: int) -> Layer:
     layer = f"model.layers.{index}"
     at, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv_heads = config.num_heads * dim, config.num_kv_heads * dim
+    size, dim, split = config.hidden_size, config.head_dim, loader.split
+    hidden, inner = whole(size), split.part(config.intermediate_size)
+    heads, kv_heads = split.part(config.num_heads).times(dim), split.kv_heads(config).times(dim)
     qkv, gate_up = [f"{at}.{part}_proj" for part in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     return Layer(
-        attention_norm_E=loader.one(f"{layer}.input_layernorm.weight", hidden),
+        attention_norm_E=loader.one(f"{layer}.input_layernorm.weight", size),
         qkv=loader.linear(qkv, (heads, kv_heads, kv_heads), hidden, bias=config.qkv_bias),
         q_norm_D=loader.one(f"{at}.q_norm.weight", dim) if config.qk_norm else None,
         k_norm_D=loader.one(f"{at}.k_norm.weight", dim) if config.qk_norm else None,
-        output=loader.linear([f"{at}.o_proj"], (hidden,), heads, bias=config.output_bias),
-        mlp_norm_E=loader.one(f"{layer}.post_attention_layernorm.weight", hidden),
+        output=loader.adding(f"{at}.o_proj", size, heads, bias=config.output_bias),
+        mlp_norm_E=loader.one(f"{layer}.post_attention_layernorm.weight", size),
         gate_up=loader.linear(gate_up, (inner, inner), hidden, bias=config.mlp_bias, gated=True),
-        down=loader.linear([f"{mlp}.down_proj"], (hidden,), inner, bias=config.mlp_bias),
+        down=loader.adding(f"{mlp}.down_proj", size, inner, bias=config.mlp_bias),
     )
 
 

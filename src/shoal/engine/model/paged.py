@@ -15,7 +15,7 @@ from shoal.engine.kernels.library import Attention, Kernels, Layer, Step, addres
 from shoal.engine.kvstore import KVStore
 from shoal.engine.model.config import ModelConfig
 from shoal.engine.model.rope import Angles
-from shoal.engine.model.spans import Spans
+from shoal.engine.model.spans import WHOLE, Shard, Spans
 
 _LANES = 16  # queries of one head that a task takes at once, as attention.h has it
 _MAX_HEAD_DIM = 256
@@ -38,6 +38,7 @@ class PagedAttention:
         device: Device,
         store: KVStore,
         norms: Sequence[tuple[Tensor | None, Tensor | None]],
+        shard: Shard = WHOLE,
     ) -> None:
         assert device.kernels is not None and not unsupported(config, device)
         self._device = device
@@ -52,6 +53,7 @@ class PagedAttention:
             _math(device),
             device.kernels.threads,
             config.norm_eps,
+            *shard,
         )
         self._kept = store, norms  # what the layers point to
         self.layers = [
@@ -66,7 +68,7 @@ class PagedAttention:
         most_tiles = num_rows * (shape.num_heads // shape.num_kv_heads) // _LANES + num_spans
         tasks = np.empty((most_tiles * shape.num_kv_heads + 8 * shape.num_threads, 7), np.int32)
         writes = np.empty((most_tiles, 3), np.int32)
-        angles_PD = self._angles.table(num_blocks * shape.block_tokens)
+        angles_PD = self._angles.table(num_blocks * shape.block_tokens * shape.num_shards)
         step = Step(
             *map(address, spans),
             num_spans,
@@ -82,12 +84,18 @@ class PagedAttention:
         return Prepared(step, (spans, tasks, writes, angles_PD, results, done))
 
     def attend(self, layer: int, qkv_TP: Tensor, prepared: Prepared) -> Tensor:
-        assert qkv_TP.is_contiguous()
         out_TxHD = self._device.buffer(len(qkv_TP), self.width, qkv_TP.dtype)
-        call = self.layers[layer]
-        call.qkv, call.out = qkv_TP.data_ptr(), out_TxHD.data_ptr()
-        self._kernels.attend(ctypes.byref(self.shape), ctypes.byref(prepared.step), ctypes.byref(call))
+        self._attend(layer, qkv_TP, prepared, out_TxHD, part=False)
         return out_TxHD
+
+    def attend_partly(self, layer: int, qkv_TP: Tensor, prepared: Prepared, part_TX: Tensor) -> None:
+        self._attend(layer, qkv_TP, prepared, part_TX, part=True)
+
+    def _attend(self, layer: int, qkv_TP: Tensor, prepared: Prepared, out: Tensor, *, part: bool) -> None:
+        assert qkv_TP.is_contiguous() and out.is_contiguous()
+        call = self.layers[layer]
+        call.qkv, call.out, call.part = qkv_TP.data_ptr(), out.data_ptr(), part
+        self._kernels.attend(ctypes.byref(self.shape), ctypes.byref(prepared.step), ctypes.byref(call))
 
 
 def unsupported(config: ModelConfig, device: Device) -> str:

@@ -19,7 +19,7 @@ from shoal.engine.device import Device
 from shoal.engine.kvstore import KVStore
 from shoal.engine.model.config import ModelConfig
 from shoal.engine.model.rope import Angles, rotate
-from shoal.engine.model.spans import Spans
+from shoal.engine.model.spans import WHOLE, Shard, Spans
 
 MAX_QUERIES = 512  # longer spans are cut: bounds the mask, and early queries skip late keys
 MIN_BLOCKS = 16  # tables up to this length share a group
@@ -50,9 +50,10 @@ class _Group:
 class Rows(NamedTuple):
     """What becomes of the rows of a step before they attend."""
 
-    where_2T: Tensor  # places of the new keys and values in the store
+    where_2t: Tensor  # places in the store of the new keys and values that belong here
     cos_T1D: Tensor
     sin_T1D: Tensor
+    here_t: Tensor | None  # whose keys and values these are; None: all rows'
 
 
 class TorchAttention:
@@ -67,8 +68,10 @@ class TorchAttention:
         device: Device,
         store: KVStore,
         norms: Sequence[tuple[Tensor | None, Tensor | None]],
+        shard: Shard = WHOLE,
     ) -> None:
         self._device = device
+        self._shard = shard
         self._store = store
         self._norms = norms
         self._norm_eps = config.norm_eps
@@ -80,14 +83,19 @@ class TorchAttention:
     def prepare_rows(self, spans: Spans) -> Rows:
         span_T = np.repeat(np.arange(len(spans.row_S)), spans.length_S)
         position_T = np.arange(len(span_T)) + (spans.start_S - spans.row_S)[span_T]
-        block_T, offset_T = np.divmod(position_T, self._store.block_tokens)
+        here_t = None
+        if self._shard.count > 1:
+            here_t = np.flatnonzero(position_T % self._shard.count == self._shard.index)
+        span_t, place_t = (span_T, position_T) if here_t is None else (span_T[here_t], position_T[here_t])
+        block_t, offset_t = np.divmod(self._shard.here(place_t), self._store.block_tokens)
         to = self._device.tensor
         angles_PD = self._angles.table(int((spans.start_S + spans.length_S).max()))
         cos_Th, sin_Th = angles_PD.index_select(0, to(position_T)).to(self._device.dtype).chunk(2, dim=1)
         return Rows(
-            where_2T=self._store.where(to(spans.table_SB[span_T, block_T].astype(np.int64)), to(offset_T)),
+            where_2t=self._store.where(to(spans.table_SB[span_t, block_t].astype(np.int64)), to(offset_t)),
             cos_T1D=torch.cat((cos_Th, cos_Th), dim=1).unsqueeze(1),
             sin_T1D=torch.cat((sin_Th, sin_Th), dim=1).unsqueeze(1),
+            here_t=None if here_t is None else to(here_t),
         )
 
     def enter(self, layer: int, qkv_TP: Tensor, rows: Rows) -> Tensor:
@@ -95,7 +103,10 @@ class TorchAttention:
         K, G = self._num_kv_heads, self._group_size
         q_THD, k_TKD, v_TKD = qkv_TP.view(len(qkv_TP), -1, self._head_dim).split((K * G, K, K), dim=1)
         q_norm_D, k_norm_D = self._norms[layer]
-        self._store.write(layer, rows.where_2T, self._turn(k_TKD, k_norm_D, rows), v_TKD)
+        k_TKD = self._turn(k_TKD, k_norm_D, rows)
+        if rows.here_t is not None:
+            k_TKD, v_TKD = k_TKD.index_select(0, rows.here_t), v_TKD.index_select(0, rows.here_t)
+        self._store.write(layer, rows.where_2t, k_TKD, v_TKD)
         return self._turn(q_THD, q_norm_D, rows)
 
     def _turn(self, x_TxD: Tensor, norm_D: Tensor | None, rows: Rows) -> Tensor:
@@ -116,7 +127,8 @@ class SdpaAttention(TorchAttention):
         return self.prepare_rows(spans), groups
 
     def _num_blocks(self, span: Span) -> int:
-        return -(-(span.start + span.length) // self._store.block_tokens)
+        """At least one."""
+        return max(1, -(-self._shard.here(span.start + span.length) // self._store.block_tokens))
 
     def _shape_class(self, span: Span) -> tuple[int, int]:
         """Powers of two: at most half of a padded axis is padding."""
@@ -140,7 +152,7 @@ class SdpaAttention(TorchAttention):
         taken_rows = rows_Sn.reshape(-1)[taken]
         in_order = len(taken) == num_rows == real_Sn.size and bool((np.diff(taken_rows) == 1).all())
         to = self._device.tensor
-        last_key_Sn = to(start_S1 + np.minimum(query_n, length_S1 - 1))
+        last_key_Sn = to(self._shard.here(start_S1 + np.minimum(query_n, length_S1 - 1) + 1) - 1)  # -1: none
         hidden_SnL = self._device.arange(num_blocks * self._store.block_tokens) > last_key_Sn.unsqueeze(-1)
         mask_SnL = self._device.zeros(hidden_SnL.shape).masked_fill_(hidden_SnL, -torch.inf)
         return _Group(
@@ -167,6 +179,31 @@ class SdpaAttention(TorchAttention):
             out_THD.index_copy_(0, group.taken_rows, o.index_select(0, group.taken))
         assert out_THD is not None
         return out_THD.flatten(1)
+
+    def attend_partly(self, layer: int, qkv_TP: Tensor, prepared: tuple[Rows, list[_Group]], part_TX: Tensor) -> None:
+        rows, groups = prepared
+        q_THD = self.enter(layer, qkv_TP, rows)
+        _, H, D = q_THD.shape
+        out_THD, lse_TH = part_TX[:, : H * D].unflatten(1, (H, D)), part_TX[:, H * D :]
+        for group in groups:
+            if group.rows_Sn is None:
+                out_THD[:], lse_TH[:] = self._attend_group_partly(layer, q_THD, group)
+                return
+            o, sums = self._attend_group_partly(layer, q_THD.index_select(0, group.rows_Sn), group)
+            out_THD.index_copy_(0, group.taken_rows, o.index_select(0, group.taken))
+            lse_TH.index_copy_(0, group.taken_rows, sums.index_select(0, group.taken))
+
+    def _attend_group_partly(self, layer: int, q_RHD: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
+        """In float32: R rows, and the logarithms of the sums of their weights, [R, H]."""
+        S, n, K, G, D = group.num_spans, group.num_queries, self._num_kv_heads, self._group_size, self._head_dim
+        k_SKLD, v_SKLD = self._store.read(layer, group.halves, S)
+        q_SKqD = q_RHD.view(S, n, K, G, D).permute(0, 2, 3, 1, 4).reshape(S, K, G * n, D).float()
+        scores_SKqL = (q_SKqD @ k_SKLD.float().mT).div_(D**0.5).add_(group.mask_S1qL)
+        lse_SKq = scores_SKqL.logsumexp(-1)
+        shift_SKq = lse_SKq.masked_fill(lse_SKq == -torch.inf, 0.0)  # of a query that sees no token here
+        o_SKqD = scores_SKqL.sub_(shift_SKq.unsqueeze(-1)).exp_() @ v_SKLD.float()
+        o_RHD = o_SKqD.view(S, K, G, n, D).permute(0, 3, 1, 2, 4).reshape(S * n, K * G, D)
+        return o_RHD, lse_SKq.view(S, K, G, n).permute(0, 3, 1, 2).reshape(S * n, K * G)
 
     def _attend_group(self, layer: int, q_RHD: Tensor, group: _Group) -> Tensor:
         """R = S · n rows in and out."""
