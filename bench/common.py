@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from shoal.core import scheduler
+
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser with the two options that every bench takes; a bench may add its own."""
@@ -60,6 +62,7 @@ class Report:
         if self._file is None:
             return
         machine = {"python": platform.python_version(), "platform": platform.platform(), "cores": os.cpu_count()}
+        machine["core"] = "compiled" if scheduler.__file__.endswith(".so") else "interpreted"
         document = {"bench": self.name, "quick": self.quick, "machine": machine}
         document |= {"claims": self._claims, "tables": self._tables}
         self._file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
