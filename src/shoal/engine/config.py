@@ -142,6 +142,15 @@ class EngineConfig:
         Literal["auto", "off"],
         Meta(description="auto: shoal's own kernels on a CPU, where a C++ compiler is found; off: torch alone"),
     ] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="processes that share each layer of the model, and its KV; must divide the model's heads; "
+            "kv_cache_bytes, host_cache_bytes and threads are for all of them together",
+        ),
+    ] = 1
     steps_in_flight: Annotated[
         int, Meta(ge=1, le=8, description="plans made before the first result returns; 1 where the device is the CPU")
     ] = 1

@@ -184,12 +184,13 @@ def _kernels(threads: int) -> Kernels | None:
         return None
 
 
-def kv_pool_bytes(config: EngineConfig, device: Device, activation_peak_bytes: int) -> int:
-    """Bytes for keys and values, with the weights loaded already. Raises ValueError where nothing is left."""
+def kv_pool_bytes(config: EngineConfig, device: Device, activation_peak_bytes: int, num_ranks: int = 1) -> int:
+    """Bytes for keys and values of one of so many ranks, with the weights loaded already. Raises ValueError where
+    nothing is left."""
     if config.kv_cache_bytes:
-        return config.kv_cache_bytes
+        return config.kv_cache_bytes // num_ranks
     if not device.is_cuda:
-        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * memory_bytes()))
+        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * memory_bytes())) // num_ranks
     _, total = torch.cuda.mem_get_info(device.torch_device)
     weights = torch.cuda.memory_allocated(device.torch_device)
     left = int(total * config.gpu_memory_utilization) - weights - activation_peak_bytes

@@ -119,11 +119,11 @@ class _Inbox:
     gone: list[int] = field(default_factory=list)  # sessions that ended
     leases: list[_Lease] = field(default_factory=list)
     end_all: str = ""  # message for every stream that is left
-    copy_failed: Exception | None = None
+    failure: Exception | None = None  # of a copy, or of another rank
 
     def __bool__(self) -> bool:
         asked = self.submits or self.aborts or self.gone or self.leases or self.end_all
-        return bool(asked or self.copied or self.brought or self.copy_failed)
+        return bool(asked or self.copied or self.brought or self.failure)
 
 
 class StepLoop:
@@ -199,6 +199,12 @@ class StepLoop:
             self._inbox.leases.append(_Lease(lease, (), lambda blocks: None))
             self._changed.notify()
 
+    def fail(self, error: Exception) -> None:
+        """What the loop needs has failed: so does the next turn."""
+        with self._changed:
+            self._inbox.failure = self._inbox.failure or error
+            self._changed.notify()
+
     def end_all(self, message: str) -> None:
         """Every stream that is left ends with an error that says so."""
         with self._changed:
@@ -235,7 +241,7 @@ class StepLoop:
     def _on_copy(self, outcome: Copied | Exception) -> None:
         with self._changed:
             if isinstance(outcome, Exception):
-                self._inbox.copy_failed = outcome
+                self._inbox.failure = outcome
             else:
                 self._inbox.copied.append(outcome)
             self._changed.notify()
@@ -294,8 +300,8 @@ class StepLoop:
         """Whether there was anything for the scheduler."""
         with self._changed:
             inbox, self._inbox = self._inbox, _Inbox()
-        if inbox.copy_failed is not None:
-            raise inbox.copy_failed
+        if inbox.failure is not None:
+            raise inbox.failure
         if inbox.copied:
             inbox.copied.sort()  # by number; a simulated turn has them so
             self._take_copied(inbox.copied, now_ns, updates)

@@ -16,6 +16,9 @@ from shoal.core.scheduler import Scheduler
 from shoal.core.stepcost import StepCost, fit
 from shoal.engine import process
 from shoal.engine.config import EngineConfig
+from shoal.engine.model.registry import read_config
+from shoal.engine.parallel.group import Group
+from shoal.engine.parallel.layout import Layout, layout_of
 from shoal.engine.process import Engine, Parts
 from shoal.engine.transfer.copier import Copier
 from shoal.engine.transfer.peers import Peers
@@ -69,12 +72,37 @@ def build(
     # Threads of one step wait for each other asleep: spinning, they hold the core that the late one needs.
     # Measured on two cores with other work on them: 10 tokens/s, and 0.7 without this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch loads
-    from shoal.engine.runner import load
-
     _check_disk(config)
     log.info("engine.loading", {"model": served_name, "folder": model_dir})
-    runner = load(model_dir, config)
-    log.info("engine.warming", {"blocks": runner.num_blocks, "max_model_len": runner.max_model_len})
+    layout = layout_of(config)
+    if layout.size == 1:
+        return _build(model_dir, config, served_name, classes)
+    _check_ranks(config, layout)
+    layout.check(read_config(model_dir))
+    config = replace(config, peer_address="")
+    group = Group(layout, model_dir, config)
+    log.info("engine.ranks", {"layout": str(layout), "pids": group.pids})
+    try:
+        return _build(model_dir, config, served_name, classes, group)
+    except Exception as error:
+        cause = group.cause_of(error)
+        group.close()
+        raise cause from None
+
+
+def _build(
+    model_dir: Path,
+    config: EngineConfig,
+    served_name: str,
+    classes: Mapping[str, ServiceClass],
+    group: Group | None = None,
+) -> Parts:
+    from shoal.engine.parallel import lead
+    from shoal.engine.runner import load
+
+    runner = load(model_dir, config) if group is None else lead.load(model_dir, config, group)
+    core = "interpreted" if str(sys.modules[Scheduler.__module__].__file__).endswith(".py") else "compiled"
+    log.info("engine.warming", {"blocks": runner.num_blocks, "max_model_len": runner.max_model_len, "core": core})
     cost = StepCost(fit(runner.warm_up()))
     limits = Limits(
         num_blocks=runner.num_blocks,
@@ -90,7 +118,7 @@ def build(
         max_steps_in_flight=config.steps_in_flight,
         composer=config.composer,
         classes=dict(classes),
-        block_bytes=runner.blocks.block_bytes,
+        block_bytes=runner.blocks.block_bytes * config.tensor_parallel_size,
     )
     peers = None
     if config.peer_address:
@@ -98,10 +126,13 @@ def build(
         peers = Peers(runner.blocks, config.peer_address, max_bytes_per_s=most)
         believed = min(config.peer_bytes_per_s, most) if most else config.peer_bytes_per_s
         limits = replace(limits, fetch_bytes_per_s=float(believed))
-    copier = disk = None
+    copier: Copier | lead.GroupCopier | None = None
+    disk = None
     if runner.host is not None:
         disk = _disk(runner, config)
         copier = Copier(runner.host, max_bytes_per_s=config.host_copy_bytes_per_s, disk=disk)
+        if group is not None:
+            copier = lead.GroupCopier(copier, group)
         limits = replace(
             limits,
             num_host_blocks=runner.host.num_blocks,
@@ -127,6 +158,7 @@ def build(
             vocab_size=runner.vocab_size,
             fetch_token_ns=_fetch_token_ns(limits),
         ),
+        group=group,
         costs=lambda: cost.coefficients,
         closing=close,
     )
@@ -166,6 +198,17 @@ def _check_disk(config: EngineConfig) -> None:
         if not value:
             folder = config.kv_disk_folder
             raise ValueError(f"engine.kv_disk_folder is {folder!r}; it needs engine.{field}, which is {value}")
+
+
+def _check_ranks(config: EngineConfig, layout: Layout) -> None:
+    """ValueError: something cannot be had with several ranks."""
+    if config.kv_disk_folder:
+        raise ValueError(f"engine.kv_disk_folder is {config.kv_disk_folder!r}; with {layout} there is no disk tier")
+    if config.quantization != "none":
+        raise ValueError(
+            f"engine.quantization is {config.quantization}; with {layout} allowed: none, since the scales of a matrix "
+            "that is split would be others"
+        )
 
 
 def _disk(runner: Runner, config: EngineConfig) -> Storage | None:

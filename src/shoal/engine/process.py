@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import uvloop
@@ -36,6 +36,16 @@ _END_S = 2.0  # what a step under way gets before the process leaves without it
 log = logging.getLogger("shoal.engine")
 
 
+class Ranks(Protocol):
+    """parallel.group.Group"""
+
+    def watch(self, on_failure: Callable[[Exception], None]) -> None: ...
+
+    def cause_of(self, error: Exception) -> Exception: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What makes one engine different from another."""
@@ -46,6 +56,7 @@ class Parts:
     copier: Copier | None = None  # where there is a host tier
     disk: DiskTier | None = None  # where there is one
     peers: Peers | None = None  # where blocks are fetched from other engines, and lent
+    group: Ranks | None = None  # where there are other ranks
     costs: Callable[[], tuple[float, ...]] = tuple
     closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more
 
@@ -153,6 +164,8 @@ class Engine:
             log.error("engine.load_failed", {"error": str(e) or type(e).__name__}, exc_info=not known)
             self._post(self._end, 1)
             return
+        if parts.group is not None:
+            parts.group.watch(steps.fail)
         self._post(self._on_loaded, (steps, parts))
         steps.run()
 
@@ -228,6 +241,8 @@ class Engine:
         parts = self._loaded.result()[1]
         still = parts.peers is None or await parts.peers.close(_END_S)
         self.stuck = not await asyncio.to_thread(steps.stop, _END_S)
+        if parts.group is not None:
+            await asyncio.to_thread(parts.group.close)
         if not self.stuck:
             parts.closing()
         self.stuck |= not still

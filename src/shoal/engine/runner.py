@@ -32,6 +32,7 @@ from shoal.engine.model.layers import make_layers
 from shoal.engine.model.llama import Llama
 from shoal.engine.model.load import load_weights, model_digest
 from shoal.engine.model.registry import read_config
+from shoal.engine.parallel.member import ALONE, Rank
 from shoal.engine.sample import Scores, sample, score
 from shoal.engine.transfer.host import HostBlocks
 from shoal.engine.transfer.wire_form import WireForm
@@ -144,7 +145,11 @@ class Runner:
         """Blocks that an invented request has from before. Memory that was never written costs less to read."""
         blocks = [block for admit in plan.admits for block in admit.blocks[: -(-admit.computed // self.block_tokens)]]
         if blocks:
-            self._store.clear(self._device.tensor(np.array(blocks, np.int64)))
+            self.clear(blocks)
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zeros. Nothing in flight may use them."""
+        self._store.clear(self._device.tensor(np.array(blocks, np.int64)))
 
     def forget_all(self) -> None:
         """Leaves nothing of earlier requests, as a new scheduler expects it. Nothing may be in flight."""
@@ -153,8 +158,11 @@ class Runner:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    def _build(self, plan: StepPlan) -> Batch:
+        return self._table.build(plan)
+
     def _compute(self, plan: StepPlan, launched: _Launched) -> None:
-        batch = self._table.build(plan)
+        batch = self._build(plan)
         prepared = self._attention.prepare(batch.spans)
         hidden_TE = self._layers(self._model.embed(batch.tokens_T), prepared)
         first = 0
@@ -231,33 +239,39 @@ def _logprobs(scores: Scores, num_tops: Sequence[int]) -> list[Logprobs]:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def load(model_dir: Path, config: EngineConfig) -> Runner:
-    """Raises ValueError naming what cannot be served: a field of config.json, a tensor, a setting."""
+def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
+    """The whole engine's, or that of one of its ranks, with its share of model and memory.
+
+    Raises ValueError naming what cannot be served: a field of config.json, a tensor, a setting.
+    """
     device = choose(config)
     settings = read_config(model_dir)
+    rank.layout.check(settings)
     max_model_len = config.max_model_len or settings.max_context
     if max_model_len > settings.max_context:
         raise ValueError(
             f"engine.max_model_len is {max_model_len}; the model's context is {settings.max_context} tokens"
         )
-    model = Llama(settings, load_weights(model_dir, settings, device))
+    comms = rank.join(device)
+    model = Llama(rank.split.config(settings), load_weights(model_dir, settings, device, rank.split, comms.tp))
     build = functools.partial(
-        Runner,
+        Runner if rank.make_runner is None else functools.partial(rank.make_runner, comms=comms),
         model,
         device,
         block_tokens=config.block_size,
-        digest=model_digest(model_dir, config.quantization),
+        digest="" if rank.number else model_digest(model_dir, config.quantization),  # rank 0 speaks for all
     )
     peak_bytes = device.peak_bytes(
         lambda: build(num_blocks=1, max_model_len=max_model_len).compute(largest_step(config, max_model_len))
     )
-    one = block_bytes(settings, device.dtype, config.block_size)
-    num_blocks = kv_pool_bytes(config, device, peak_bytes) // one
+    one, num_ranks = block_bytes(model.config, device.dtype, config.block_size), rank.layout.size
+    num_blocks = rank.agree(kv_pool_bytes(config, device, peak_bytes, num_ranks) // one)
     if num_blocks < 1:
-        raise ValueError(f"engine.kv_cache_bytes is {config.kv_cache_bytes}; one block takes {one} bytes")
-    num_host_blocks = config.host_cache_bytes // one
+        raise ValueError(f"engine.kv_cache_bytes is {config.kv_cache_bytes}; one block takes {one * num_ranks} bytes")
+    num_host_blocks = config.host_cache_bytes // num_ranks // one
     if config.host_cache_bytes and not num_host_blocks:
-        raise ValueError(f"engine.host_cache_bytes is {config.host_cache_bytes}; one block takes {one} bytes")
+        taken = one * num_ranks
+        raise ValueError(f"engine.host_cache_bytes is {config.host_cache_bytes}; one block takes {taken} bytes")
     if not config.max_model_len:  # nobody asked for more than the pool holds
         max_model_len = min(max_model_len, num_blocks * config.block_size)
     log.info(

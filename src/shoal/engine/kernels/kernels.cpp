@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "layers.h"
 #include "linear.h"
+#include "ranks.h"
 #include "sample.h"
 
 extern "C" {
@@ -39,6 +40,22 @@ void shoal_attend(const shoal::Attention* attention, const shoal::Step* step, co
 void shoal_sample(const float* logits, int rows, int vocab, const shoal::sampling::Settings* settings,
                   int64_t* tokens) {
     shoal::sampling::sample(logits, rows, vocab, *settings, tokens);
+}
+
+int shoal_all_reduce(shoal::Member* member, void* x, int64_t count, int is_bf16) {
+    return is_bf16 ? shoal::all_reduce(*member, (shoal::bf16*)x, count) : shoal::all_reduce(*member, (float*)x, count);
+}
+
+int shoal_all_gather(shoal::Member* member, const char* x, int64_t rows, const int64_t* widths, char* out) {
+    return shoal::all_gather(*member, x, rows, widths, out);
+}
+
+int shoal_send(shoal::Member* member, const char* x, int64_t bytes, int to) {
+    return shoal::send(*member, x, bytes, to);
+}
+
+int shoal_receive(shoal::Member* member, char* x, int64_t bytes, int from) {
+    return shoal::receive(*member, x, bytes, from);
 }
 
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -113,10 +113,33 @@ class Sampling(ctypes.Structure):
     )
 
 
+class Member(ctypes.Structure):
+    """`Member` of ranks.h."""
+
+    _fields_ = (
+        ("arrivals", c_void_p),
+        ("slots", c_void_p),
+        ("channels", c_void_p),
+        ("pieces", c_void_p),
+        ("aborted", c_void_p),
+        ("rank", c_int32),
+        ("size", c_int32),
+        ("slot_bytes", c_int64),
+        ("piece_bytes", c_int64),
+        ("limit_ns", c_int64),
+        ("spin_ns", c_int64),
+        ("num_calls", c_uint64),
+        ("tag", c_uint64),
+        ("culprit", c_int32),
+    )
+
+
 class Kernels:
     """`linear(linear, x, norm, rows, epilogue, out)`, `rows(linear, ids, count, out)`,
     `layers(blocks, count, attention, step, activations)`, `plan_attention(attention, step)`,
-    `attend(attention, step, layer)`, `sample(logits, rows, vocab, sampling, tokens)`: see kernels.cpp.
+    `attend(attention, step, layer)`, `sample(logits, rows, vocab, sampling, tokens)`, and between ranks, returning an
+    Outcome of ranks.h, `all_reduce(member, x, count, is_bf16)`, `all_gather(member, x, rows, widths, out)`,
+    `send(member, x, bytes, to)`, `receive(member, x, bytes, source)`: see kernels.cpp.
 
     Calls let other Python threads run.
     """
@@ -152,3 +175,11 @@ class Kernels:
         self.sample = functions.shoal_sample
         self.sample.argtypes = (c_void_p, c_int, c_int, POINTER(Sampling), c_void_p)
         self.sample.restype = None
+        self.all_reduce = functions.shoal_all_reduce
+        self.all_reduce.argtypes = (POINTER(Member), c_void_p, c_int64, c_int)
+        self.all_gather = functions.shoal_all_gather
+        self.all_gather.argtypes = (POINTER(Member), c_void_p, c_int64, c_void_p, c_void_p)
+        self.send = functions.shoal_send
+        self.send.argtypes = (POINTER(Member), c_void_p, c_int64, c_int)
+        self.receive = functions.shoal_receive
+        self.receive.argtypes = (POINTER(Member), c_void_p, c_int64, c_int)

@@ -1,0 +1,50 @@
+"""Which rank a process is, as `runner.load` wants to know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shoal.engine.config import EngineConfig
+from shoal.engine.device import Device, num_cores
+from shoal.engine.parallel.comm import Alone, Comms
+from shoal.engine.parallel.layout import Layout, Split
+from shoal.engine.parallel.shared import Memory
+
+
+def _alone(device: Device) -> Comms:
+    return Comms(Alone(), Alone(), Alone())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    layout: Layout = field(default_factory=Layout)
+    number: int = 0
+    join: Callable[[Device], Comms] = _alone  # its groups
+    agree: Callable[[int], int] = lambda num_blocks: num_blocks  # blocks that there is room for here → everywhere
+    make_runner: Callable[..., Any] | None = None  # a Runner that also takes `comms`; None: one that is alone
+
+    @property
+    def split(self) -> Split:
+        return Split(self.layout.place(self.number).tp, self.layout.tp)
+
+
+ALONE = Rank()
+
+
+def rank_config(config: EngineConfig, layout: Layout, rank: int) -> EngineConfig:
+    """What one of a replica's ranks is told: its share of the cores, a GPU of its own."""
+    device = config.device
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        device = f"cuda:{rank}"
+    return replace(config, device=device, threads=max(1, (config.threads or num_cores()) // layout.size))
+
+
+def join(memory: Memory, rank: int, device: Device) -> Comms:
+    """The groups of a rank, once it knows what it computes on."""
+    if device.kernels is None:
+        raise ValueError(f"{memory.layout}: several ranks need shoal's own kernels")
+    return memory.comms(rank, device.kernels)
