@@ -51,8 +51,8 @@ class CompiledCore(BuildHookInterface):
             [sys.executable, "-c", SETUP, str(build), *modules], cwd=source, capture_output=True, text=True, check=False
         )
         if done.returncode:
-            reason = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            self.app.display_warning(f"The scheduler is not compiled and will need twice the time: {reason}")
+            reason = (done.stderr or done.stdout).strip().rpartition("\n")[2][:300]
+            self.app.display_warning(f"The scheduler is not compiled and will need twice the time. {reason}")
             return
         library = build / "lib"
         for path in library.rglob("*.so"):

@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     ratios: tuple[float, ...]
 
 
-FULL, QUICK = Shape(16, 1024, 5, 2, RATIOS), Shape(8, 512, 4, 1, (2.0,))
+FULL, QUICK = Shape(10, 512, 4, 2, RATIOS), Shape(8, 512, 4, 1, (2.0,))
 
 
 def main() -> None:
