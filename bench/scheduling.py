@@ -13,8 +13,8 @@ interactive ones alone would take; and each class alone on an idle replica. Its 
 TPOT that it had there, at the median. Attainment is over all requests that were sent: refused, or late, is missed. The
 worst wait is the longest time that an accepted request was without a slice, in the line, parked or passed over.
 
-The composers take turns, round by round, each round with another trace; figures are medians over the rounds. On the real
-engine the trace is half as long, and static, which takes many minutes, runs in the first round only.
+The composers take turns, round by round, each round with another trace; figures are medians over the rounds. On the
+real engine the trace is half as long, and static, which takes many minutes, runs in the first round only.
 """
 
 from __future__ import annotations
