@@ -9,7 +9,7 @@ victim: its step in flight returns its blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from shoal.core.progress import Request, State
 
@@ -92,13 +92,14 @@ class InOrder:
 
 def _longest_first(group: Iterable[Request], remaining: Remaining) -> Iterator[Request]:
     """A remainder is predicted for as few as it takes: it is no longer than max_tokens allows."""
-    allowed = [(each.limit - each.known if each.limit > each.known else 0, each.arrival, each) for each in group]
-    allowed.sort(reverse=True)  # arrivals differ
+    allowed = [(each.known - each.limit if each.limit > each.known else 0, -each.arrival, each) for each in group]
+    heapify(allowed)  # arrivals differ
     predicted: list[tuple[int, int, Request]] = []
-    for most, arrival, request in allowed:
-        while predicted and -predicted[0][0] > most:
+    while allowed:
+        most, arrival, request = heappop(allowed)
+        while predicted and predicted[0][0] < most:
             yield heappop(predicted)[-1]
-        heappush(predicted, (-remaining(request), -arrival, request))
+        heappush(predicted, (-remaining(request), arrival, request))
     while predicted:
         yield heappop(predicted)[-1]
 
