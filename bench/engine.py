@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -53,16 +54,22 @@ class Run:
 
 
 class Engine:
-    """The default model, loaded and warmed up; `options` are fields of EngineConfig. For one thread."""
+    """The default model, or one in a folder, loaded and warmed up; `options` are fields of EngineConfig. For one
+    thread. Where it has several ranks, `close` it."""
 
-    def __init__(self, **options: Any) -> None:
-        self.folder = models.pull(models.DEFAULT)
+    def __init__(self, folder: Path | None = None, **options: Any) -> None:
+        self.folder = folder or models.pull(models.DEFAULT)
         parts = main.build(self.folder, EngineConfig(**options), models.DEFAULT)
         assert isinstance(parts.scheduler, Scheduler)  # no journal was asked for
         self.runner: Any = parts.runner
         self.limits = parts.scheduler.limits
         self.cost = parts.scheduler.cost.coefficients  # of the warm-up
+        self._group = parts.group
         calm_collector()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
 
     def scheduler(self, limits: Limits) -> Scheduler:
         """A new one, which knows of costs what the warm-up told; the runner forgets what another one left."""
