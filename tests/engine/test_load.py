@@ -153,7 +153,9 @@ def test_the_digest_is_stable_and_tells_models_apart(model: Path, tmp_path: Path
 
 def test_without_a_wish_the_window_is_no_longer_than_the_pool(tiny: Path, new_runner: Callable[..., Runner]) -> None:
     assert new_runner(tiny, kv_cache_bytes=10 * 8192).max_model_len == 10 * 16  # 8 KiB a block of 16 tokens
-    assert new_runner(tiny, kv_cache_bytes=10 * 8192, max_model_len=500).max_model_len == 500
+    assert new_runner(tiny, kv_cache_bytes=10 * 8192, max_model_len=160).max_model_len == 160
+    with pytest.raises(ValueError, match="max_model_len is 161; the KV pool holds 160 tokens"):
+        new_runner(tiny, kv_cache_bytes=10 * 8192, max_model_len=161)
 
 
 def test_the_runner_says_what_it_serves(tiny: Path, new_runner: Callable[..., Runner]) -> None:

@@ -23,6 +23,7 @@ from shoal.engine import memory
 from shoal.engine.config import EngineConfig
 from shoal.engine.kernels.build import Unavailable
 from shoal.engine.kernels.library import Kernels
+from shoal.planner.memory import pool_bytes
 
 CPU_KV_BYTES = 2 << 30
 CPU_KV_SHARE = 0.25
@@ -193,7 +194,7 @@ def kv_pool_bytes(config: EngineConfig, device: Device, activation_peak_bytes: i
         return min(CPU_KV_BYTES, int(CPU_KV_SHARE * memory_bytes())) // num_ranks
     _, total = torch.cuda.mem_get_info(device.torch_device)
     weights = torch.cuda.memory_allocated(device.torch_device)
-    left = int(total * config.gpu_memory_utilization) - weights - activation_peak_bytes
+    left = pool_bytes(total, config.gpu_memory_utilization, weights, activation_peak_bytes)
     if left <= 0:
         raise ValueError(
             f"engine.gpu_memory_utilization is {config.gpu_memory_utilization}; of {total >> 20} MiB, weights take "

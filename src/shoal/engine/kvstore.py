@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.engine.device import Device
 from shoal.engine.model.config import ModelConfig
+from shoal.planner import kv as planner_kv
 
 
 class KVStore:
@@ -67,4 +68,5 @@ class KVStore:
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype, block_tokens: int) -> int:
     """Bytes of one block over all layers."""
-    return config.num_layers * 2 * block_tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
+    sizes = config.num_layers, config.num_kv_heads, config.head_dim
+    return planner_kv.block_bytes(*sizes, dtype.itemsize, block_tokens)

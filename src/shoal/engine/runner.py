@@ -272,8 +272,13 @@ def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
     if config.host_cache_bytes and not num_host_blocks:
         taken = one * num_ranks
         raise ValueError(f"engine.host_cache_bytes is {config.host_cache_bytes}; one block takes {taken} bytes")
-    if not config.max_model_len:  # nobody asked for more than the pool holds
-        max_model_len = min(max_model_len, num_blocks * config.block_size)
+    held = num_blocks * config.block_size
+    if config.max_model_len > held:
+        raise ValueError(
+            f"engine.max_model_len is {config.max_model_len}; the KV pool holds {held} tokens, at {one * num_ranks} "
+            f"bytes per {config.block_size}: allowed: at most {held}, or a larger engine.kv_cache_bytes"
+        )
+    max_model_len = min(max_model_len, held)  # where nobody asked for so much
     log.info(
         "model.loaded",
         {
