@@ -32,7 +32,7 @@ from shoal.engine.parallel.messages import CopyDone, Failed, FromRank, Message, 
 from shoal.engine.parallel.shared import Memory
 
 START_LIMIT_S = 1800.0  # to load a model
-STOPPED_S = 2.0  # a rank that is stopped for so long has failed
+STOPPED_S = 1.5  # a rank that is stopped for so long has failed
 COMMAND = (sys.executable, "-m", "shoal.engine.parallel.rank")
 
 _TICK_S = 0.25

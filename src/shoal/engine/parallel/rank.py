@@ -43,7 +43,7 @@ class _Gone(Exception):
 
 
 def main() -> None:
-    arguments = msgspec.json.decode(sys.argv[1], type=Arguments)
+    arguments = msgspec.json.decode(sys.argv[-1], type=Arguments)
     _end_with(arguments.parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # to a whole process group: rank 0 drains, and needs its ranks
         signal.signal(number, signal.SIG_IGN)
