@@ -1,8 +1,8 @@
 """Transcripts: commands to a scheduler, and what it did. One file, one story, its name a sentence.
 
-    replica blocks=5 budget=64            limits: blocks block seqs budget chunk step_ms queue len flights caching host
-                                          composer preemption; a token costs 1 ms, and attended_ms for each that it
-                                          attends to; a block is 1 MB, and 1 MB/ms is copied
+    replica blocks=5 budget=64            limits: blocks block seqs budget chunk step_ms queue len flights stages
+                                          caching host composer preemption; a token costs 1 ms, and attended_ms
+                                          for each that it attends to; a block is 1 MB, and 1 MB/ms is copied
     (blank line)
     submit hi prompt=32@x max=4 class=batch tenant=.. priority=1 stop=7 leader=.. salt=.. output=.. min=.. scores=1
     step hi=7                             plan and apply; hi's token is 7, others count up from 1000
@@ -33,7 +33,7 @@ from tests.core.block_runner import BlockRunner
 
 LIMITS = {"blocks": "num_blocks", "block": "block_tokens", "seqs": "max_num_seqs", "budget": "max_num_batched_tokens",
           "chunk": "max_prefill_chunk", "len": "max_model_len", "flights": "max_steps_in_flight",
-          "caching": "prefix_caching", "host": "num_host_blocks"}  # fmt: skip
+          "stages": "num_stages", "caching": "prefix_caching", "host": "num_host_blocks"}  # fmt: skip
 
 
 def replay(path: Path) -> str:

@@ -72,6 +72,17 @@ def test_two_plans_in_flight_hide_the_turns() -> None:
     assert latency.last_ns == TURN_NS + 40 * MS
 
 
+def test_the_stages_of_a_pipeline_are_busy_while_enough_requests_decode() -> None:
+    """Steps of 10 ms in each of two stages, of 8 tokens each: a token is there 20 ms after its plan, and the next plan
+    of the same requests 0.3 ms later. In 10.15 ms each stage computes 8 of 16 requests."""
+    load = Trace(tuple(Row(0, 16, 40) for _ in range(16)))
+    limits = replace(LIMITS, max_num_seqs=16, num_stages=2, max_steps_in_flight=2)
+    report = simulate(load, limits, StepCost((9.2 * MS, 0.1 * MS, 0.0, 0.0, 0.0)))
+    tpots = sorted(latency.tpot_ns for latency in report.latencies)
+    assert tpots[8] == pytest.approx(2 * 10.15 * MS, rel=0.05)
+    assert report.output_tokens_per_s > 0.9 * 8 / 0.01015
+
+
 def test_closed_loop_never_has_more_live_than_callers() -> None:
     load = trace.make(ClosedLoop(3), MIXES["bimodal"], 20, seed=1)
     report = simulate(load, LIMITS, StepCost())

@@ -171,6 +171,19 @@ def test_the_real_loop_is_replayed_and_simulated_exactly(tmp_path: Path, in_flig
     assert agree(path) > 200
 
 
+@pytest.mark.parametrize("in_flight", [2, 3])
+def test_a_real_loop_that_feeds_a_pipeline_is_replayed_and_simulated_exactly(tmp_path: Path, in_flight: int) -> None:
+    path = tmp_path / "journal"
+    script = Script(rules=(Rule(order=3, tokens=(1, 2, 3, 7)),), step_ms=0.2, steps_in_flight=in_flight)
+    Client(ScriptedRunner(script), in_flight, path, seed=in_flight, num_requests=60, num_stages=in_flight)
+    plans = [record.plan for _, record in journal.read(path) if isinstance(record, journal.Planned) and record.plan]
+    assert all(part.from_step == -1 for plan in plans for part in plan.slices)
+    seen = kinds(path)
+    assert seen["preempted"] > 5 and seen["token"] > 500
+    assert replay(path) == sum(1 for _ in journal.read(path))
+    assert agree(path) > 200
+
+
 @pytest.mark.parametrize("composer", ["value", "fcfs"])
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_real_loop_that_parks_is_replayed_and_simulated_exactly(

@@ -49,6 +49,7 @@ class Room:
 
     def copy(self) -> Room:
         room = Room(self._limits, self._cost)
+        room._max_tokens = self._max_tokens
         room._new, room._attended = self._new, self._attended
         room._sequences, room._context = self._sequences, self._context
         return room
@@ -64,6 +65,10 @@ class Room:
     @property
     def tokens_left(self) -> int:
         return self._max_tokens - self._new
+
+    def leave(self, num_tokens: int) -> None:
+        """No more than so many may be added."""
+        self._max_tokens = min(self._max_tokens, self._new + num_tokens)
 
     def time_ns(self) -> int:
         """Of the step as it is now."""

@@ -27,6 +27,7 @@ class Limits:
     prefix_caching: bool = True
     eviction: Eviction = "lru"  # which cached block goes first
     max_steps_in_flight: int = 1  # plans made before the first result returns
+    num_stages: int = 1  # of the pipeline of ranks that computes a step (stages.py)
     composer: Composer = "value"  # the others are baselines to compare with
     classes: dict[str, ServiceClass] = field(default_factory=lambda: dict(DEFAULT_CLASSES))
     preemption: Preemption = "auto"  # swap, where the host tier has room, or recompute; auto: what is sooner back
@@ -40,10 +41,12 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "vocab_size", "block_tokens", "max_num_seqs"):
             self._at_least(name, 1)
-        for name in ("max_num_batched_tokens", "max_step_ns", "max_steps_in_flight"):
+        for name in ("max_num_batched_tokens", "max_step_ns"):
             self._at_least(name, 1)
         for name in ("max_prefill_chunk", "num_host_blocks", "block_bytes"):
             self._at_least(name, 0)
+        self._at_least("num_stages", 1)
+        self._at_least("max_steps_in_flight", self.num_stages)
         if self.disk_bytes_per_s and not self.num_host_blocks:
             raise ValueError(f"disk_bytes_per_s is {self.disk_bytes_per_s:g}; it needs a host tier to read into")
         self._check_classes()

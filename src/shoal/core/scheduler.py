@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
 
-from shoal.core import invariants, prefetching, pressing, pressure
+from shoal.core import invariants, prefetching, pressing, pressure, stages
 from shoal.core.admission import refuse
 from shoal.core.bound import Promises
 from shoal.core.compose import COMPOSERS, Candidate, Chosen, Room, split
@@ -164,7 +164,8 @@ class Scheduler:
             pressure.yield_to_urgent(members, self._composer.newcomers(members.line), pressed)
             pressure.park_ahead(members, self._hurry)
 
-        decodes, behind = split(members.running.values())
+        running = members.running.values()
+        decodes, behind = split(running if self.limits.num_stages == 1 else stages.resolved(running))
         num_running = len(decodes) + len(behind)
         part = Part(members, Room(self.limits, self.cost), members.planned + 1)
         if pressed:
@@ -200,7 +201,9 @@ class Scheduler:
 
     def _decode_all(self, decodes: list[Request], behind: list[Request], part: Part) -> bool:
         """One token for each, as far as the step has room. True: it is full."""
-        limit_ns = part.room.max_ns
+        limit_ns, later = part.room.max_ns, list[Request]()
+        if self.limits.num_stages > 1:
+            decodes, later = stages.share(decodes, self._members.running.values(), self.limits)
         part.wanted_ns = part.room.time_with(decodes)
         if self._composer.weighs and decodes:
             decodes, limit_ns = self._in_time(decodes, behind, part)
@@ -211,6 +214,9 @@ class Scheduler:
         found = pressure.find_blocks(self._members, decodes[:num_fit] if full else decodes, part)
         while num_fit and full and not found and len(decodes) > num_fit:  # the first ones were driven out
             decodes = [each for each in decodes[num_fit:] if each.state is State.RUNNING]
+            found = pressure.find_blocks(self._members, decodes[:num_fit], part)
+        if num_fit and not found and later:
+            decodes = [each for each in later if each.state is State.RUNNING]
             found = pressure.find_blocks(self._members, decodes[:num_fit], part)
         part.decode(found)
         return full and not self._composer.weighs
@@ -223,7 +229,7 @@ class Scheduler:
         prompts_ns = sum([room.time_of(start, need) for _, start, need in prompts])
         due_ns = min([request.token_due_ns for request in decodes])
         due_ns = min([due_ns, *(request.token_due_ns for request, _, _ in prompts)])
-        limit_ns = min(room.max_ns, due_ns - now_ns) - prompts_ns
+        limit_ns = min(room.max_ns, (due_ns - now_ns) // self.limits.num_stages) - prompts_ns
         if room.fit(decodes, max(1, limit_ns), part.wanted_ns) == len(decodes):
             return decodes, room.max_ns
         decodes = sorted(decodes, key=lambda each: (each.service.rank, each.token_due_ns, each.served_ns, each.order))
@@ -277,11 +283,14 @@ class Scheduler:
             members.now_ns,
             max(part.wanted_ns, room.time_ns()),
             room.max_ns,
+            self.limits.num_stages,
         )
         if weighs:
             leeway.leave_to([*running, *(one for one, _ in found)])
         candidates = [self._candidate(request, 0, leeway, room) for request in running]
         candidates += [self._candidate(request, blocks, leeway, room) for request, blocks in found]
+        if self.limits.num_stages > 1:
+            room.leave(stages.piece_tokens(candidates, self.limits, self.cost))
         for chosen in self._composer.choose(candidates, room, members.free_blocks, members.free_slots):
             self._advance(chosen, part)
 

@@ -50,14 +50,23 @@ class Leeway:
     """How long the step may become for the sake of a chunk of a class: the tokens of decodes that are as urgent, or
     more, stay in time, and so does a more urgent request that may come meanwhile."""
 
-    def __init__(self, decodes: Sequence[Request], hurry: Hurry, now_ns: int, decodes_ns: int, max_ns: int) -> None:
-        """`decodes_ns`: the time of the step with the decodes alone."""
+    def __init__(
+        self,
+        decodes: Sequence[Request],
+        hurry: Hurry,
+        now_ns: int,
+        decodes_ns: int,
+        max_ns: int,
+        num_stages: int = 1,
+    ) -> None:
+        """`decodes_ns`: the time of the step with the decodes alone. `num_stages`: each takes as long as the step."""
         self._decodes = decodes
         self._hurry = hurry
         self._now_ns = now_ns
         self._decodes_ns = min(max_ns, decodes_ns)
         self._least_ns = min(max_ns, int(decodes_ns * (1.0 + LEAST_SHARE)))
         self._max_ns = max_ns
+        self._num_stages = num_stages
         self._first_rank, self._first_due_ns = NO_RANK, NEVER_NS
         self._limits_ns: dict[int, int] = {}
 
@@ -74,7 +83,7 @@ class Leeway:
 
     def _limit_ns(self, rank: int) -> int:
         due_ns = min([each.token_due_ns for each in self._decodes if each.service.rank <= rank], default=NEVER_NS)
-        left_ns = due_ns - self._now_ns
+        left_ns = (due_ns - self._now_ns) // self._num_stages
         if hurry_ns := self._hurry.ttft_ns(rank, self._now_ns):
             left_ns = min(left_ns, hurry_ns // 2)
         left_ns, least_ns = min(left_ns, self._max_ns), self._least_ns

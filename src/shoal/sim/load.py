@@ -21,7 +21,8 @@ from shoal.workload.trace import Row, Trace
 
 def simulate(load: Trace, limits: Limits, machine: StepCost, *, seed: int = 0) -> Report:
     """Run the whole load. `machine` is how long steps take; the scheduler knows it from the start, as after an engine's
-    warm-up, and goes on learning from the steps, as live. Copies are as fast as the limits say."""
+    warm-up, and goes on learning from the steps, as live. Copies are as fast as the limits say, and a step goes through
+    as many stages."""
     agenda, ledger = Agenda(), Ledger()
     scheduler = Scheduler(
         limits,
@@ -29,7 +30,7 @@ def simulate(load: Trace, limits: Limits, machine: StepCost, *, seed: int = 0) -
         cost=StepCost(machine.coefficients),
     )
     clients = _Clients(load, agenda, ledger, limits.vocab_size, Random(f"{seed}/tokens"))
-    watched = Watched(machine, ledger, limits.copy_bytes_per_s)
+    watched = Watched(machine, ledger, limits)
     clients.start(Replica(scheduler, watched, agenda, tell=clients.hear))
     agenda.run()
     scheduler.check()
@@ -47,8 +48,8 @@ def spec(id: str, row: Row, vocab_size: int, rng: Random) -> RequestSpec:
 class Watched(Modelled):
     """The modelled machine, which also tells the ledger of its steps."""
 
-    def __init__(self, cost: StepCost, ledger: Ledger, copy_bytes_per_s: float) -> None:
-        super().__init__(cost, copy_bytes_per_s=copy_bytes_per_s)
+    def __init__(self, cost: StepCost, ledger: Ledger, limits: Limits) -> None:
+        super().__init__(cost, copy_bytes_per_s=limits.copy_bytes_per_s, num_stages=limits.num_stages)
         self._ledger = ledger
 
     def run(self, plan: StepPlan, now_ns: int, free_ns: int) -> tuple[int, StepResult]:

@@ -42,14 +42,23 @@ class Machine(Protocol):
 
 
 class Modelled:
-    """A machine that takes exactly what a cost model says, and samples the same token again and again."""
+    """A machine that takes exactly what a cost model says, and samples the same token again and again. `num_stages`: of
+    a pipeline in which each stage takes as long as that for a step."""
 
     TURN_DELAY_NS, TOKEN = 300_000, 0
     DISK_BYTES_PER_S = 200e6
     FETCH_LATENCY_NS = 5_000_000
 
-    def __init__(self, cost: StepCost, *, copy_bytes_per_s: float = 2e9, fetch_bytes_per_s: float = 1e9) -> None:
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        copy_bytes_per_s: float = 2e9,
+        fetch_bytes_per_s: float = 1e9,
+        num_stages: int = 1,
+    ) -> None:
         self._cost = cost
+        self._num_stages = num_stages
         self._copy_bytes_per_s = copy_bytes_per_s
         self._fetch_bytes_per_s = fetch_bytes_per_s
 
@@ -60,7 +69,7 @@ class Modelled:
         if not plan.slices:
             return max(now_ns, free_ns), StepResult(plan.step, [])
         busy_ns = self._cost.predict(self._cost.features(plan.slices))
-        done_ns = max(now_ns, free_ns) + busy_ns
+        done_ns = max(now_ns + self._num_stages * busy_ns, free_ns + busy_ns)
         tokens = [self.TOKEN for part in plan.slices if part.sample]
         return done_ns, StepResult(plan.step, tokens, busy_ns=busy_ns, latency_ns=done_ns - now_ns)
 

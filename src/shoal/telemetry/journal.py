@@ -51,7 +51,7 @@ from shoal.core.plan import (
 from shoal.core.request import RequestSpec
 from shoal.core.scheduler import Scheduler
 
-VERSION = 4
+VERSION = 5
 MAX_BUFFER_BYTES = 16 << 20
 FLUSH_S = 0.2
 CLOSE_S = 2.0  # longest wait for the last lines
