@@ -169,7 +169,7 @@ class Group:
             on_failure(failure)
 
     def cause_of(self, error: Exception) -> Exception:
-        """What rank 0 is to say when it raised because of others: the first cause, where there is one."""
+        """What rank 0 is to say when it failed: the first cause, where another rank did before. All end now."""
         self.memory.abort()
         return self.failure or error
 

@@ -31,7 +31,7 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
         layout=group.layout,
         join=partial(join, group.memory, 0),
         agree=agree,
-        make_runner=partial(RankRunner, tell=group.tell),
+        make_runner=partial(RankRunner, tell=group.tell, cause_of=group.cause_of),
     )
     runner = runners.load(model_dir, rank_config(config, group.layout, 0), rank)
     assert isinstance(runner, RankRunner)

@@ -11,7 +11,7 @@ import xxhash
 
 from shoal.core.plan import StepPlan
 from shoal.engine.batch import Batch
-from shoal.engine.parallel.comm import Comms
+from shoal.engine.parallel.comm import CommError, Comms
 from shoal.engine.parallel.messages import Clear, Step
 from shoal.engine.runner import Runner
 
@@ -21,11 +21,19 @@ Tell = Callable[[Step | Clear], None]
 class RankRunner(Runner):
     """Every rank computes each step; rank 0's tells the others of it. All prove that it is the same."""
 
-    def __init__(self, *arguments: Any, comms: Comms, tell: Tell | None = None, **settings: Any) -> None:
-        """`tell`: rank 0's."""
+    def __init__(
+        self,
+        *arguments: Any,
+        comms: Comms,
+        tell: Tell | None = None,
+        cause_of: Callable[[CommError], Exception] = lambda error: error,
+        **settings: Any,
+    ) -> None:
+        """`tell` and `cause_of` are rank 0's; the latter is called where a step failed by others, and knows why."""
         super().__init__(*arguments, **settings)
         self._comms = comms
         self._tell = tell
+        self._cause_of = cause_of
         self._num_steps = 0
 
     @property
@@ -37,7 +45,10 @@ class RankRunner(Runner):
         if self._tell is not None:
             self._num_steps += 1
             self._tell(Step(self._num_steps, replace(plan, ops=[], fetches=[])))
-        super().launch(plan)
+        try:
+            super().launch(plan)
+        except CommError as error:
+            raise self._cause_of(error) from None
 
     def clear(self, blocks: list[int]) -> None:
         if self._tell is not None:
