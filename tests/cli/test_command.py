@@ -14,7 +14,7 @@ from shoal import config as configuration
 from shoal.cli.options import flag, plain
 from tests.support.command import flat, shoal, shoal_here
 
-COMMANDS = ("serve", "pull", "chat", "generate", "batch", "status", "role", "config", "key")
+COMMANDS = ("serve", "pull", "chat", "generate", "batch", "status", "role", "config", "plan", "key")
 COMMANDS += ("gateway", "engine", "controller")
 
 

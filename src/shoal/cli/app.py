@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli import batch, chat, explain, generate, key, processes, pull, role, serve, status
+from shoal.cli import batch, chat, explain, generate, key, plan, processes, pull, role, serve, status
 
 app = typer.Typer(
     name="shoal",
@@ -26,6 +26,7 @@ app.command("batch")(batch.batch)
 app.command("status")(status.status)
 app.command("role")(role.role)
 app.command("config")(explain.config)
+app.command("plan")(plan.plan)
 app.command("key")(key.key)
 app.command("gateway")(processes.gateway)
 app.command("engine")(processes.engine)

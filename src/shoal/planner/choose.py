@@ -63,6 +63,7 @@ class Plan:
     model: Model
     gpu: Gpu
     cluster: Cluster
+    within: Link
     between: Link | None
     precision: Precision
     kv_dtype: str
@@ -79,11 +80,13 @@ def plan(
     *,
     precision: Precision,
     kv_dtype: str,
-    between: Link | None,
+    within: Link | None = None,
+    between: Link | None = None,
     only: Layout | None = None,
 ) -> Plan:
-    """`only`: tp, pp and cp that must be kept; 0 leaves one open."""
-    net = Net(link(gpu.link), between if cluster.nodes > 1 else None)
+    """`within`: the GPU's own link where None. `only`: tp, pp and cp that must be kept; 0 leaves one open."""
+    within = within or link(gpu.link)
+    net = Net(within, between if cluster.nodes > 1 else None)
     rates = gpu_rates(gpu, precision)
     found = []
     for layout in layouts.every(model, cluster):
@@ -92,7 +95,7 @@ def plan(
         machine = Machine(model, precision, kv_dtype, rates, net, cluster, layout)
         found.append(weigh(machine, gpu.memory_bytes, wanted))
     found.sort(key=order)
-    return Plan(model, gpu, cluster, between, precision, kv_dtype, wanted, tuple(found), choose(found))
+    return Plan(model, gpu, cluster, within, between, precision, kv_dtype, wanted, tuple(found), choose(found))
 
 
 def weigh(machine: Machine, memory_bytes: int, wanted: Wanted) -> Option:

@@ -19,7 +19,7 @@ from shoal.core.stepcost import Features
 from shoal.planner import kv, weights
 from shoal.planner.catalogue import Gpu, Link
 from shoal.planner.layouts import Cluster, Layout, stages
-from shoal.planner.model import KV_BYTES, Model
+from shoal.planner.model import DTYPE_BYTES, KV_BYTES, Model
 from shoal.planner.weights import Precision
 
 
@@ -48,13 +48,16 @@ class Rates:
 
 def gpu_rates(gpu: Gpu, precision: Precision) -> Rates:
     """By the catalogue's figures and shares. Raises ValueError for a format that the GPU does not compute in."""
-    dtype = precision.dtype if precision.dtype in gpu.flops_per_s else "float16"
+    dtype = precision.dtype
+    if dtype not in gpu.flops_per_s:
+        allowed = ", ".join(kind for kind in gpu.flops_per_s if kind in DTYPE_BYTES)
+        raise ValueError(f"dtype is {dtype}; the catalogue has no matrix rate of {gpu.name} for it: allowed: {allowed}")
     kind = precision.quantization
     if kind is not None and kind.bits == 8:
         wanted = "fp8" if kind.name.startswith("fp8") else "int8"
         dtype = wanted if wanted in gpu.flops_per_s else dtype  # widened to 16 bits where it has no rate of its own
     flops = gpu.flops_per_s[dtype] * gpu.flops_share
-    plain = gpu.flops_per_s.get("bfloat16", gpu.flops_per_s["float16"]) * gpu.flops_share
+    plain = gpu.flops_per_s[precision.dtype] * gpu.flops_share
     read = gpu.bytes_per_s * gpu.bytes_share
     return Rates(read, ((1, flops),), plain, read, gpu.step_s)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.planner import layouts, weights
-from shoal.planner.catalogue import Gpu, gpus, link
+from shoal.planner.catalogue import Gpu, gpus
 from shoal.planner.choose import Option, Plan, Wanted, order
 from shoal.planner.layouts import Cluster
 from shoal.planner.memory import rank_memory
@@ -111,7 +111,7 @@ def _difference(result: Plan, chosen: Option, other: Option) -> str:
         longest = other.memory.max_context(1 << 40)
         return f"would hold {longest:,} tokens of one sequence, with the weights {layout.cp} times"
     if layout.tp > mine.tp:
-        return f"would meet 2 x {layers} times a token over {link(result.gpu.link).title}"
+        return f"would meet 2 x {layers} times a token over {result.within.title}"
     return (
         f"would read {gb(other.memory.weights)} GB of weights a step on each GPU instead of {gb(chosen.memory.weights)}"
     )

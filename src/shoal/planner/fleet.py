@@ -90,6 +90,8 @@ def _fleet(
     kv_dtype: str,
     between: Link,
 ) -> Fleet | None:
+    if precision.dtype == "bfloat16" and "bfloat16" not in gpu.flops_per_s:
+        precision = Precision("float16", precision.quantization)  # as large
     nodes = -(-layout.ranks // gpu.per_node)
     cluster = Cluster(gpu.per_node, nodes)
     net = Net(link(gpu.link), between if nodes > 1 else None)

@@ -6,8 +6,8 @@ from __future__ import annotations
 def gb(num_bytes: float) -> str:
     """In 10^9 bytes, with as many digits as say something."""
     value = num_bytes / 1e9
-    if value == 0:
-        return "0"
+    if value < 0.005:
+        return "0" if not value else "< 0.01"
     return f"{value:.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 0.95 else f"{value:.2f}"
 
 
