@@ -22,6 +22,8 @@ RENAMED = {
     "controller.port": "controller-port",
 }
 
+SHORT = {"engine.tensor_parallel_size": "--tp"}
+
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="YAML configuration; options win over it; fields: `shoal config`"),
@@ -89,8 +91,10 @@ def _parameter(row: Row) -> inspect.Parameter:
 def _option(row: Row) -> Any:
     name, boolean = flag(row.name), row.kind is bool
     limits = "" if row.kind is bool or row.bounds == "text" else f"{row.bounds}; "
+    short = (SHORT[row.name],) if row.name in SHORT else ()
     return typer.Option(
         f"{name}/--no-{name[2:]}" if boolean else name,
+        *short,
         help=f"{row.description}  [{limits}default: {plain(row.default)}]",
         metavar=None if boolean else row.unit.upper() or {int: "N", float: "X"}.get(row.kind, "TEXT"),
         show_default=False,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +36,7 @@ class Ranks:
             pytest.skip(str(reason))
         layout = Layout(tp=size)
         self.memories = [Memory(layout)]
-        self.memories += [Memory(layout, os.dup(self.memories[0].fd)) for _ in range(size - 1)]
+        self.memories += [Memory(layout, tuple(map(os.dup, self.memories[0].fds))) for _ in range(size - 1)]
         self.comms: list[Comm] = [
             memory.comms(rank, kernels, limit_s=limit_s).tp for rank, memory in enumerate(self.memories)
         ]
@@ -208,3 +210,55 @@ def test_a_rank_alone_needs_nobody() -> None:
     x = torch.ones(2, 3)
     assert alone.all_reduce(x) is x
     assert torch.equal(alone.all_gather(x, [3], torch.empty(2, 3)), x)
+
+
+# -- by torch.distributed ----------------------------------------------------------------------------------------------
+
+NETWORK = """
+import sys, time
+import torch
+from shoal.engine.config import EngineConfig
+from shoal.engine.device import choose
+from shoal.engine.parallel import network
+from shoal.engine.parallel.comm import CommError
+from shoal.engine.parallel.layout import AXES, Layout
+
+rank, store = map(int, sys.argv[1:])
+device = choose(EngineConfig(kernels="off", device="cpu", threads=1))
+comm = getattr(network.join(Layout(tp=3), rank, device, store, limit_s=20), AXES[0])
+comm.begin(1 << 63 | 5)
+for dtype in (torch.float32, torch.bfloat16):
+    assert (comm.all_reduce(torch.full((7,), rank + 1.0, dtype=dtype)) == 6).all()
+widths = [4, 1, 3]
+found = comm.all_gather(torch.full((2, widths[rank]), float(rank)), widths, torch.empty(2, 8))
+assert found.tolist() == [[0.0] * 4 + [1.0] + [2.0] * 3] * 2
+if rank:
+    assert (comm.receive(torch.empty(5), rank - 1) == rank - 1).all()
+if rank < 2:
+    comm.send(torch.full((5,), float(rank)), rank + 1)
+try:
+    comm.begin(rank)
+    raise AssertionError("nobody noticed")
+except CommError as error:
+    assert "computes something else" in str(error)
+if rank == 2:
+    sys.exit()
+try:
+    comm.all_reduce(torch.ones(7))
+    raise AssertionError("nobody noticed")
+except CommError as error:
+    assert "is gone" in str(error)
+"""
+
+
+def test_the_same_by_torch_distributed() -> None:
+    store = os.memfd_create("store")
+    processes = [
+        subprocess.Popen([sys.executable, "-c", NETWORK, str(rank), str(store)], pass_fds=(store,)) for rank in range(3)
+    ]
+    try:
+        assert [process.wait(WAIT_S) for process in processes] == [0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+        os.close(store)

@@ -70,6 +70,15 @@ def test_every_family_makes_the_same_tokens_with_several_ranks(
             assert other.logprob == pytest.approx(one_score.logprob, abs=1e-3)
 
 
+def test_without_kernels_ranks_talk_by_torch_distributed(tiny: Path, new_runner: Callable[..., Any]) -> None:
+    """Three of an uneven vocabulary are not needed: gathers are padded then, which the group below tries."""
+    one = new_runner(tiny, kernels="off")
+    expected = run_requests(one, make_scheduler(one, max_prefill_chunk=61), requests())
+    with ranks(tiny, tensor_parallel_size=2, kernels="off") as two:
+        found = run_requests(two, make_scheduler(two, max_prefill_chunk=61), requests())
+    assert {id: outcome.tokens for id, outcome in found.items()} == {id: o.tokens for id, o in expected.items()}
+
+
 @pytest.mark.parametrize(("in_flight", "parks"), [(1, True), (2, False)])
 def test_preempted_parked_and_aborted_streams_keep_their_tokens_and_the_journal_its_proofs(
     tmp_path: Path, new_runner: Callable[..., Any], in_flight: int, parks: bool

@@ -58,7 +58,7 @@ class Arguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_dir: str
     config: EngineConfig
     pipe: int  # inherited descriptors
-    memory: int
+    fds: tuple[int, int]  # of shared.Memory
     parent: int  # process id
 
 
@@ -114,13 +114,13 @@ class Group:
         ours, theirs = socket.socketpair()
         layout = self.layout
         arguments = Arguments(
-            rank, layout.tp, layout.cp, layout.pp, str(model_dir), config, theirs.fileno(), self.memory.fd, os.getpid()
+            rank, layout.tp, layout.cp, layout.pp, str(model_dir), config, theirs.fileno(), self.memory.fds, os.getpid()
         )
         with theirs:
             process = subprocess.Popen(
                 [*command, msgspec.json.encode(arguments).decode()],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), self.memory.fd),
+                pass_fds=(theirs.fileno(), *self.memory.fds),
             )
         return _Other(rank, process, Pipe(ours, FromRank))
 

@@ -31,20 +31,16 @@ _PAGE = 4096
 class Memory:
     """What all ranks of a replica share. Its first number says whether it is over with them."""
 
-    def __init__(self, layout: Layout, fd: int | None = None) -> None:
-        """`fd`: of rank 0's; it is this object's from here on. None: this is rank 0."""
+    def __init__(self, layout: Layout, fds: tuple[int, int] | None = None) -> None:
+        """`fds`: of rank 0's; they are this object's from here on. None: this is rank 0."""
         self.layout = layout
-        self._fd = _unnamed_file() if fd is None else fd
+        self.fds = (_unnamed_file(), _unnamed_file()) if fds is None else fds  # the memory, and network.py's file
         self._places, size = _places(layout)
-        if fd is None:
-            os.ftruncate(self._fd, size)
-        self._mapped = mmap.mmap(self._fd, size)
+        if fds is None:
+            os.ftruncate(self.fds[0], size)
+        self._mapped = mmap.mmap(self.fds[0], size)
         self._bytes = np.frombuffer(self._mapped, np.uint8)
         self._aborted = self._bytes[:4].view(np.int32)
-
-    @property
-    def fd(self) -> int:
-        return self._fd
 
     def abort(self) -> None:
         """Every wait of every rank ends now."""
@@ -70,9 +66,10 @@ class Memory:
 
     def close(self) -> None:
         """The mapping goes with the last array that uses it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fds, self.fds = self.fds, (-1, -1)
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
 
 
 class SharedMemory:
