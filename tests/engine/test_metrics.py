@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from shoal.core.plan import ClassView, View
 from shoal.engine.loop import Step, Turn, Wait
 from shoal.engine.metrics import EngineCollector, StepMetrics
+from shoal.engine.parallel.layout import Layout
 
 VIEW = View(
     step=7,
@@ -58,3 +60,16 @@ def test_waits_are_observed_by_class_and_a_turn_without_a_step_is_no_step() -> N
     assert value("shoal:engine_queue_time_seconds_count", {"class": "interactive"}) == 1
     assert value("shoal:step_time_seconds_count", {"kind": "decode"}) == 1
     assert value("shoal:step_prediction_error_ratio_sum", {"kind": "decode"}) == 0.5
+
+
+def test_the_layout_is_shown_and_what_ranks_send() -> None:
+    server: Any = SimpleNamespace(view=VIEW, ready=True, num_sessions=0, ended={})
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(server))
+    assert registry.get_sample_value("shoal:layout_info", {"tp": "1", "cp": "1", "pp": "1"}) == 1
+    assert registry.get_sample_value("shoal:rank_sent_bytes_total") is None
+    registry = CollectorRegistry()
+    ranks: Any = SimpleNamespace(layout=Layout(tp=2, pp=3), moved_bytes=lambda: 4096)
+    registry.register(EngineCollector(server, ranks=ranks))
+    assert registry.get_sample_value("shoal:layout_info", {"tp": "2", "cp": "1", "pp": "3"}) == 1
+    assert registry.get_sample_value("shoal:rank_sent_bytes_total") == 4096

@@ -157,6 +157,7 @@ def _build(
             hash_block_tokens=runner.block_tokens,
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
+            capabilities=layout_of(config).capabilities,
             fetch_token_ns=_fetch_token_ns(limits),
         ),
         group=group,

@@ -11,10 +11,12 @@ from prometheus_client.registry import Collector
 
 from shoal.core.plan import ClassView, View
 from shoal.engine.loop import Step, Turn
+from shoal.engine.parallel.layout import Layout
 from shoal.engine.server import Server
 from shoal.engine.transfer.peers import Peers
 from shoal.telemetry.metrics import counters
 
+AXES = ("tp", "cp", "pp")
 KINDS = ("decode", "mixed", "prefill")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _WAITS = (*_SECONDS, 300.0, 900.0, 3600.0)
@@ -74,13 +76,23 @@ class DiskTier(Protocol):
     def errors(self) -> Mapping[str, int]: ...
 
 
+class Ranks(Protocol):
+    """parallel.group.Group"""
+
+    layout: Layout
+    moved_bytes: Callable[[], int]
+
+
 class EngineCollector(Collector):
     """Reads the last published view; nothing is counted twice, and a scrape costs the step thread nothing."""
 
-    def __init__(self, server: Server, disk: DiskTier | None = None, peers: Peers | None = None) -> None:
+    def __init__(
+        self, server: Server, disk: DiskTier | None = None, peers: Peers | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._server = server
         self._disk = disk
         self._peers = peers
+        self._ranks = ranks
 
     def collect(self) -> Iterator[Metric]:
         view = self._server.view
@@ -94,6 +106,7 @@ class EngineCollector(Collector):
         yield counters("wire_disconnects", "ended connections by cause", "cause", self._server.ended.items())
         if self._disk is not None:
             yield from _disk(self._disk)
+        yield from _of_ranks(self._ranks)
 
 
 def _disk(disk: DiskTier) -> Iterator[Metric]:
@@ -101,6 +114,18 @@ def _disk(disk: DiskTier) -> Iterator[Metric]:
     yield GaugeMetricFamily("shoal:disk_cache_bytes", "their bytes in the file", disk.num_bytes)
     yield GaugeMetricFamily("shoal:disk_cache_off", "1: left alone for a while after errors", float(disk.off))
     yield counters("kv_tier_errors", "errors of the disk tier by reason; each is a miss", "reason", disk.errors.items())
+
+
+def _of_ranks(ranks: Ranks | None) -> Iterator[Metric]:
+    layout = Layout() if ranks is None else ranks.layout
+    info = GaugeMetricFamily(
+        "shoal:layout_info", "1: processes that share layers (tp), contexts (cp), and the layers (pp)", labels=AXES
+    )
+    info.add_metric([str(getattr(layout, axis)) for axis in AXES], 1.0)
+    yield info
+    if ranks is not None:
+        text = "bytes that the first process of the engine gave to its others in steps"
+        yield CounterMetricFamily("shoal:rank_sent_bytes", text, ranks.moved_bytes())
 
 
 def _gauges(view: View) -> Iterator[Metric]:

@@ -22,6 +22,7 @@ import uvloop
 
 from shoal.engine.loop import Copier, Runner, StepLoop, Turn
 from shoal.engine.metrics import DiskTier, EngineCollector, StepMetrics
+from shoal.engine.parallel.layout import Layout
 from shoal.engine.server import Server
 from shoal.engine.transfer.peers import Peers
 from shoal.fleet.view import ReplicaRole
@@ -38,6 +39,9 @@ log = logging.getLogger("shoal.engine")
 
 class Ranks(Protocol):
     """parallel.group.Group"""
+
+    layout: Layout
+    moved_bytes: Callable[[], int]
 
     def watch(self, on_failure: Callable[[Exception], None]) -> None: ...
 
@@ -220,7 +224,7 @@ class Engine:
         await server.listen(self._listen, secret=self._secret, incarnation=self._incarnation)
         self._server = server
         self._address = server.listener.address
-        self._registry.register(EngineCollector(server, parts.disk, parts.peers))
+        self._registry.register(EngineCollector(server, parts.disk, parts.peers, parts.group))
         if link is not None:
             link.registration_changed()
         log.info("engine.serving", {"address": self._address, "metrics": self._metrics_url})

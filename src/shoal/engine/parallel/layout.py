@@ -35,6 +35,11 @@ class Layout:
     def __str__(self) -> str:
         return f"tp={self.tp} cp={self.cp} pp={self.pp}"
 
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What an engine that is several processes tells whom it greets."""
+        return tuple(f"{axis}={size}" for axis, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1)
+
     def place(self, rank: int) -> Place:
         return Place(rank % self.tp, rank // self.tp % self.cp, rank // self.tp // self.cp)
 

@@ -36,6 +36,7 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
     runner = runners.load(model_dir, rank_config(config, group.layout, 0), rank)
     assert isinstance(runner, RankRunner)
     group.hear(Built, START_LIMIT_S)
+    group.moved_bytes = lambda: runner.moved_bytes
     return runner
 
 
