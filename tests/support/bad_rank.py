@@ -30,7 +30,7 @@ class BadRunner(runner.RankRunner):
         super().launch(plan)
 
     def _skip_next(self) -> None:
-        comm: Any = self._comms.tp
+        comm: Any = self._comms.layer
         real = comm.all_reduce
 
         def skip(x: Any) -> Any:

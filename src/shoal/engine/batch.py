@@ -94,6 +94,14 @@ class RequestTable:
         for place, token in zip(batch.places_R, tokens_R.tolist(), strict=True):
             self._cells[place] = token
 
+    def store_late(self, step: int, places: Sequence[tuple[Row, int]], tokens: Sequence[int]) -> None:
+        """The same with ids that come from elsewhere after the step: rows and positions. A row that has left meanwhile
+        has no use for them."""
+        for (row, position), token in zip(places, tokens, strict=True):
+            if self.rows.get(row.id) is row:
+                self._tokens[row.index, position] = token
+                row.sampled_step = step
+
     def tokens(self, request: str, start: int, end: int) -> Tensor:
         return self._tokens[self.rows[request].index, start:end]
 

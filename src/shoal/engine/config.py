@@ -151,8 +151,26 @@ class EngineConfig:
             "kv_cache_bytes, host_cache_bytes and threads are for all of them together",
         ),
     ] = 1
+    context_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="groups of such processes that share the KV of each request: a KV block has block_size "
+            "tokens in each of them",
+        ),
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=4, description="groups of such processes that have some of the layers each, one after the other"),
+    ] = 1
     steps_in_flight: Annotated[
-        int, Meta(ge=1, le=8, description="plans made before the first result returns; 1 where the device is the CPU")
+        int,
+        Meta(
+            ge=1,
+            le=8,
+            description="plans made before the first result returns; at least pipeline_parallel_size",
+        ),
     ] = 1
     journal: Annotated[
         str, Meta(description="file that records every input and output of the scheduler; empty: off")

@@ -116,10 +116,11 @@ def _build(
         max_step_ns=config.max_step_ms * 1_000_000,
         prefix_caching=config.enable_prefix_caching,
         eviction=config.eviction,
-        max_steps_in_flight=config.steps_in_flight,
+        max_steps_in_flight=max(config.steps_in_flight, config.pipeline_parallel_size),
+        num_stages=config.pipeline_parallel_size,
         composer=config.composer,
         classes=dict(classes),
-        block_bytes=runner.blocks.block_bytes * config.tensor_parallel_size,
+        block_bytes=runner.block_bytes,
     )
     peers = None
     if config.peer_address:

@@ -27,12 +27,13 @@ from shoal.engine.batch import Batch, RequestTable
 from shoal.engine.config import EngineConfig
 from shoal.engine.device import Device, choose, kv_pool_bytes
 from shoal.engine.kvstore import KVStore, block_bytes
-from shoal.engine.model.attention import make_attention
+from shoal.engine.model.attention import Attention, make_attention
 from shoal.engine.model.layers import make_layers
 from shoal.engine.model.llama import Llama
 from shoal.engine.model.load import load_weights, model_digest
 from shoal.engine.model.registry import read_config
-from shoal.engine.parallel.member import ALONE, Rank
+from shoal.engine.model.spans import WHOLE, Shard
+from shoal.engine.parallel.member import ALONE, Rank, Room
 from shoal.engine.sample import Scores, sample, score
 from shoal.engine.transfer.host import HostBlocks
 from shoal.engine.transfer.wire_form import WireForm
@@ -45,7 +46,7 @@ log = logging.getLogger("shoal.engine")
 
 
 @dataclass(slots=True)
-class _Launched:
+class Launched:
     step: int
     began_ns: int
     start: Any  # mark of the device; None: nothing to compute
@@ -70,7 +71,9 @@ class Runner:
         max_model_len: int,
         digest: str,
         num_host_blocks: int = 0,
+        shard: Shard = WHOLE,
     ) -> None:
+        """`block_tokens`: of a sequence; of these, `shard` says which are kept here."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.vocab_size = model.config.vocab_size
@@ -78,19 +81,20 @@ class Runner:
         self.model_digest = digest
         self._model = model
         self._device = device
-        self._store = KVStore(model.config, device, num_blocks, block_tokens)
+        self._store = KVStore(model.config, device, num_blocks, block_tokens // shard.count)
         self.host = HostBlocks(self._store, device, num_host_blocks) if num_host_blocks else None
         self.blocks = WireForm(self._store, device)
-        self._attention = make_attention(model.config, device, self._store, model.head_norms)
+        self.block_bytes = self.blocks.block_bytes  # over all ranks
+        self._attention = self._make_attention(shard)
         self._layers = make_layers(model.weights.layers, self._attention, device)
         dtype = str(device.dtype).removeprefix("torch.")
         self.hash_root = root_key(digest, dtype, self._attention.kv_format, block_tokens)
         self._table = RequestTable(device, block_tokens, self.vocab_size)
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launched] = deque()
         self._seams: dict[str, Scores] = {}  # score of a chunk's next token, which belongs to the next chunk
 
     def launch(self, plan: StepPlan) -> None:
-        launched = _Launched(plan.step, time.perf_counter_ns(), self._device.mark() if plan.slices else None)
+        launched = Launched(plan.step, time.perf_counter_ns(), self._device.mark() if plan.slices else None)
         for request in plan.leaves:
             self._seams.pop(request, None)
         fresh = self._table.take_in(plan)
@@ -158,13 +162,24 @@ class Runner:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
+    def _make_attention(self, shard: Shard) -> Attention:
+        return make_attention(self._model.config, self._device, self._store, self._model.head_norms, shard)
+
     def _build(self, plan: StepPlan) -> Batch:
         return self._table.build(plan)
 
-    def _compute(self, plan: StepPlan, launched: _Launched) -> None:
+    def _compute(self, plan: StepPlan, launched: Launched) -> None:
         batch = self._build(plan)
         prepared = self._attention.prepare(batch.spans)
-        hidden_TE = self._layers(self._model.embed(batch.tokens_T), prepared)
+        self._leave(plan, batch, self._layers(self._enter(batch, launched), prepared), launched)
+        launched.end = self._device.mark()
+
+    def _enter(self, batch: Batch, launched: Launched) -> Tensor:
+        """What the first layer here gets, [T, E]."""
+        return self._model.embed(batch.tokens_T)
+
+    def _leave(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor, launched: Launched) -> None:
+        """What becomes of the last layer's results."""
         first = 0
         for piece in plan.slices:
             if (scores := self._score_prompt(piece, hidden_TE, first)) is not None:
@@ -172,9 +187,8 @@ class Runner:
             first += piece.count
         if batch.sampled:
             self._sample(plan.step, batch, hidden_TE, launched)
-        launched.end = self._device.mark()
 
-    def _sample(self, step: int, batch: Batch, hidden_TE: Tensor, launched: _Launched) -> None:
+    def _sample(self, step: int, batch: Batch, hidden_TE: Tensor, launched: Launched) -> None:
         assert batch.sampling is not None
         if len(batch.sampled) < batch.num_tokens:
             last_row_R = self._device.tensor(np.array(batch.last_rows_R, np.int64))
@@ -252,31 +266,34 @@ def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
         raise ValueError(
             f"engine.max_model_len is {max_model_len}; the model's context is {settings.max_context} tokens"
         )
-    comms = rank.join(device)
-    model = Llama(rank.split.config(settings), load_weights(model_dir, settings, device, rank.split, comms.tp))
+    comms, share = rank.join(device), rank.share(settings)
+    model = Llama(share.config(settings), load_weights(model_dir, settings, device, share, comms.layer))
+    block_tokens = config.block_size * rank.layout.cp
     build = functools.partial(
         Runner if rank.make_runner is None else functools.partial(rank.make_runner, comms=comms),
         model,
         device,
-        block_tokens=config.block_size,
+        block_tokens=block_tokens,
+        shard=Shard(share.context.size, share.context.rank),
         digest="" if rank.number else model_digest(model_dir, config.quantization),  # rank 0 speaks for all
     )
     peak_bytes = device.peak_bytes(
         lambda: build(num_blocks=1, max_model_len=max_model_len).compute(largest_step(config, max_model_len))
     )
     one, num_ranks = block_bytes(model.config, device.dtype, config.block_size), rank.layout.size
-    num_blocks = rank.agree(kv_pool_bytes(config, device, peak_bytes, num_ranks) // one)
+    num_blocks, num_host_blocks = rank.agree(
+        Room(kv_pool_bytes(config, device, peak_bytes, num_ranks) // one, config.host_cache_bytes // num_ranks // one)
+    )
     if num_blocks < 1:
         raise ValueError(f"engine.kv_cache_bytes is {config.kv_cache_bytes}; one block takes {one * num_ranks} bytes")
-    num_host_blocks = config.host_cache_bytes // num_ranks // one
     if config.host_cache_bytes and not num_host_blocks:
         taken = one * num_ranks
         raise ValueError(f"engine.host_cache_bytes is {config.host_cache_bytes}; one block takes {taken} bytes")
-    held = num_blocks * config.block_size
+    held = num_blocks * block_tokens
     if config.max_model_len > held:
         raise ValueError(
             f"engine.max_model_len is {config.max_model_len}; the KV pool holds {held} tokens, at {one * num_ranks} "
-            f"bytes per {config.block_size}: allowed: at most {held}, or a larger engine.kv_cache_bytes"
+            f"bytes per {block_tokens}: allowed: at most {held}, or a larger engine.kv_cache_bytes"
         )
     max_model_len = min(max_model_len, held)  # where nobody asked for so much
     log.info(
@@ -288,7 +305,9 @@ def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
             "host_blocks": num_host_blocks,
         },
     )
-    runner = build(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
+    runner: Runner = build(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
+    ranks_of_layer = rank.layout.tp * rank.layout.cp
+    runner.block_bytes = one // model.config.num_layers * settings.num_layers * ranks_of_layer
     if config.batch_invariant and not invariance.kept(runner):
         raise ValueError(
             "engine.batch_invariant is true; torch's products on this machine give a row other numbers beside other "

@@ -38,7 +38,7 @@ class Ranks:
         self.memories = [Memory(layout)]
         self.memories += [Memory(layout, tuple(map(os.dup, self.memories[0].fds))) for _ in range(size - 1)]
         self.comms: list[Comm] = [
-            memory.comms(rank, kernels, limit_s=limit_s).tp for rank, memory in enumerate(self.memories)
+            memory.comms(rank, kernels, limit_s=limit_s).layer for rank, memory in enumerate(self.memories)
         ]
         self._threads = ThreadPoolExecutor(size)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.engine.model.config import ModelConfig, Rope
-from shoal.engine.parallel.layout import AXES, Layout, Part, Split
+from shoal.engine.parallel.layout import AXES, Layout, Part, Share, Split, Stage, stage_of
 
 SMOLLM2 = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -29,7 +29,8 @@ SMOLLM2 = ModelConfig(
 def test_neighbours_are_those_that_share_a_layer() -> None:
     layout = Layout(tp=2, cp=3, pp=2)
     assert layout.size == 12
-    assert layout.group(0, "tp") == (0, 1)
+    assert layout.group(0, "layer") == (0, 1, 2, 3, 4, 5)
+    assert layout.group(9, "layer") == (6, 7, 8, 9, 10, 11)
     assert layout.group(0, "cp") == (0, 2, 4)
     assert layout.group(5, "pp") == (5, 11)
     assert [layout.rank(layout.place(rank)) for rank in range(12)] == list(range(12))
@@ -83,4 +84,36 @@ def test_key_value_heads_are_shared_where_there_are_fewer_than_ranks() -> None:
             split = Split(rank, size)
             heads, kv_heads = split.part(9), split.kv_heads(SMOLLM2)
             assert {head // 3 for head in range(heads.first, heads.end)} == set(range(kv_heads.first, kv_heads.end))
-            assert split.config(SMOLLM2).num_heads == heads.size
+            assert Share(split).config(SMOLLM2).num_heads == heads.size
+
+
+def test_stages_take_alike_long() -> None:
+    """SmolLM2's output matrix is as large as eight layers; a large model's is not worth one."""
+    layers = [[tuple(stage_of(SMOLLM2, index, of)[2:]) for index in range(of)] for of in (1, 2, 3)]
+    assert layers == [[(0, 30)], [(0, 19), (19, 30)], [(0, 12), (12, 25), (25, 30)]]
+    large = replace(SMOLLM2, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, head_dim=128)
+    assert [stage_of(large, index, 4)[2:] for index in range(4)] == [(0, 20), (20, 40), (40, 60), (60, 80)]
+    tiny = replace(SMOLLM2, num_layers=2)
+    assert [stage_of(tiny, index, 2) for index in range(2)] == [Stage(0, 2, 0, 1), Stage(1, 2, 1, 2)]
+
+
+def test_ranks_of_a_stage_share_what_contexts_do_not_split() -> None:
+    """Heads by tp; the inner size, and of the attention's result what each goes on with, by tp x cp."""
+    shares = [Share(Split(tp, 3), Split(cp, 2)) for cp in range(2) for tp in range(3)]
+    assert [share.width for share in shares] == [Split(rank, 6) for rank in range(6)]
+    assert all(share.config(SMOLLM2).num_heads == 3 for share in shares)
+    assert sum(share.config(SMOLLM2).intermediate_size for share in shares) == 1536
+    values = [
+        value
+        for share in shares
+        for first in (share.heads.part(9).first * 64 + share.attended(SMOLLM2).first,)
+        for value in range(first, first + share.attended(SMOLLM2).size)
+    ]
+    assert sorted(values) == list(range(576))
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 3; the model has 2 layers: allowed: at most 2$"):
+        Layout(pp=3).check(replace(SMOLLM2, num_layers=2))
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 5; .* allowed: at most 4$"):
+        Layout(pp=5).check(SMOLLM2)

@@ -17,7 +17,7 @@ from shoal.engine.config import EngineConfig
 from shoal.engine.loop import Runner
 from shoal.engine.model import load as loading
 from shoal.engine.model.registry import read_config
-from shoal.engine.parallel.layout import Split
+from shoal.engine.parallel.layout import Share, Split
 from shoal.sim.agreement import agree
 from shoal.sim.replay import replay
 from shoal.telemetry import journal
@@ -149,7 +149,7 @@ def test_a_rank_reads_its_share_of_the_weights_and_no_more(tmp_path: Path, monke
     def read(rank: int, size: int) -> int:
         nonlocal num_bytes
         num_bytes = 0
-        loading.load_weights(folder, config, device, Split(rank, size))
+        loading.load_weights(folder, config, device, Share(Split(rank, size)))
         return num_bytes
 
     norms = (2 * config.num_layers + 1) * config.hidden_size * 4

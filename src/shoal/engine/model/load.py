@@ -17,8 +17,8 @@ from shoal.engine.model.config import ModelConfig, read_json
 from shoal.engine.model.linear import Adding, Linear, Vocabulary, make_linear
 from shoal.engine.model.llama import Layer, Weights
 from shoal.engine.parallel.comm import Alone, Comm
-from shoal.engine.parallel.layout import UNSPLIT, Part, Split, whole
-from shoal.engine.parallel.tensor import SplitInputs, SplitVocabulary
+from shoal.engine.parallel.layout import WHOLE_MODEL, Part, Share, stage_of, whole
+from shoal.engine.parallel.tensor import Elsewhere, SplitInputs, SplitVocabulary
 
 _DIGEST_PIECE_BYTES = 8 << 20
 _HARMLESS = ("rotary_emb.inv_freq",)  # computed values that some old checkpoints carry
@@ -66,8 +66,9 @@ class Checkpoint:
             target.copy_(file.get_slice(name)[tuple(slice(part.first, part.end) for part in parts)])
         self._unread.discard(name)
 
-    def skip(self, name: str) -> None:
-        self._unread.discard(name)
+    def skip(self, prefix: str) -> None:
+        """Nobody here asks for tensors whose names begin like this."""
+        self._unread = {name for name in self._unread if not name.startswith(prefix)}
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
         """Raises ValueError if tensors are left that nobody asked for: config.json describes another model."""
@@ -94,23 +95,29 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, device: Device, split: Split = UNSPLIT, comm: Comm | None = None
+    folder: Path, config: ModelConfig, device: Device, share: Share = WHOLE_MODEL, comm: Comm | None = None
 ) -> Weights:
     """What is to be here of them. Raises ValueError naming a tensor that is missing, has another shape, or should not
     be there."""
     with Checkpoint(folder) as checkpoint:
-        loader = _Loader(checkpoint, config, device, split, comm or Alone())
-        embedding = loader.vocabulary("model.embed_tokens")
-        layers = [_layer(loader, config, index) for index in range(config.num_layers)]
+        loader = _Loader(checkpoint, config, device, share, comm or Alone())
+        stage = share.stage or stage_of(config, 0, 1)
+        names = ("model.embed_tokens",) * 2 if config.tied else ("model.embed_tokens", "lm_head")
+        here = {name for name, asked in zip(names, (stage.is_first, stage.is_last), strict=True) if asked}
+        tables = {name: loader.vocabulary(name) if name in here else Elsewhere(config.vocab_size) for name in names}
+        for index in {*range(config.num_layers)}.difference(range(stage.first, stage.end)):
+            checkpoint.skip(f"model.layers.{index}.")
+        layers = [_layer(loader, config, index) for index in range(stage.first, stage.end)]
         norm = loader.one("model.norm.weight", config.hidden_size)
-        head = embedding if config.tied else loader.vocabulary("lm_head")
+        for name in set(names) - here:
+            checkpoint.skip(name)
         checkpoint.finish(ignored=("lm_head.weight",) if config.tied else ())
-    return Weights(embedding=embedding, layers=layers, norm_E=norm, head=head)
+    return Weights(embedding=tables[names[0]], layers=layers, norm_E=norm, head=tables[names[1]])
 
 
 class _Loader:
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: Device, split: Split, comm: Comm) -> None:
-        self.split = split
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: Device, share: Share, comm: Comm) -> None:
+        self.share = share
         self._checkpoint = checkpoint
         self._config = config
         self._device = device
@@ -130,19 +137,18 @@ class _Loader:
         biases = self._stacked(modules, "bias", rows) if bias else None
         return make_linear(weight, biases, self._device, epsilon=self._config.norm_eps, gated=gated)
 
-    def adding(self, module: str, rows: int, columns: Part, *, bias: bool) -> Adding:
+    def adding(self, module: str, rows: int, columns: Part, *, bias: bool, mine: Part | None = None) -> Adding:
         if bias:
             self._checkpoint.expect(f"{module}.bias", rows)
             self._checkpoint.skip(f"{module}.bias")  # where another rank adds it
-        layer = self.linear([module], [whole(rows)], columns, bias=bias and not self.split.rank)
-        return layer if self.split.size == 1 else SplitInputs(layer, self._comm)
+        layer = self.linear([module], [whole(rows)], columns, bias=bias and not self.share.width.rank)
+        return layer if self.share.width.size == 1 else SplitInputs(layer, self._comm, mine)
 
     def vocabulary(self, module: str) -> Vocabulary:
         num_rows, hidden = self._config.vocab_size, whole(self._config.hidden_size)
-        layer = self.linear([module], [self.split.part(num_rows)], hidden, bias=False)
-        if self.split.size == 1:
-            return layer
-        return SplitVocabulary(layer, num_rows, self.split, self._comm, self._device)
+        width = self.share.width
+        layer = self.linear([module], [width.part(num_rows)], hidden, bias=False)
+        return layer if width.size == 1 else SplitVocabulary(layer, num_rows, width, self._comm, self._device)
 
     def _stacked(self, modules: Sequence[str], kind: str, rows: Sequence[Part], *rest: Part) -> Tensor:
         for module, part in zip(modules, rows, strict=True):
@@ -157,16 +163,20 @@ class _Loader:
 def _layer(loader: _Loader, config: ModelConfig, index: int) -> Layer:
     layer = f"model.layers.{index}"
     at, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    size, dim, split = config.hidden_size, config.head_dim, loader.split
-    hidden, inner = whole(size), split.part(config.intermediate_size)
-    heads, kv_heads = split.part(config.num_heads).times(dim), split.kv_heads(config).times(dim)
+    size, dim, share = config.hidden_size, config.head_dim, loader.share
+    hidden, inner = whole(size), share.width.part(config.intermediate_size)
+    heads, kv_heads = share.heads.part(config.num_heads).times(dim), share.heads.kv_heads(config).times(dim)
+    attended, mine = heads, None
+    if share.context.size > 1:
+        mine = share.attended(config)
+        attended = Part(heads.first + mine.first, heads.first + mine.end, heads.of)
     qkv, gate_up = [f"{at}.{part}_proj" for part in "qkv"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     return Layer(
         attention_norm_E=loader.one(f"{layer}.input_layernorm.weight", size),
         qkv=loader.linear(qkv, (heads, kv_heads, kv_heads), hidden, bias=config.qkv_bias),
         q_norm_D=loader.one(f"{at}.q_norm.weight", dim) if config.qk_norm else None,
         k_norm_D=loader.one(f"{at}.k_norm.weight", dim) if config.qk_norm else None,
-        output=loader.adding(f"{at}.o_proj", size, heads, bias=config.output_bias),
+        output=loader.adding(f"{at}.o_proj", size, attended, bias=config.output_bias, mine=mine),
         mlp_norm_E=loader.one(f"{layer}.post_attention_layernorm.weight", size),
         gate_up=loader.linear(gate_up, (inner, inner), hidden, bias=config.mlp_bias, gated=True),
         down=loader.adding(f"{mlp}.down_proj", size, inner, bias=config.mlp_bias),

@@ -79,14 +79,15 @@ class Alone:
 class Comms:
     """A rank's groups along the axes of its layout."""
 
-    tp: Comm
+    layer: Comm
     cp: Comm
     pp: Comm
 
     def begin(self, digest: int) -> None:
-        for comm in (self.tp, self.cp, self.pp):
+        """Stages are at different steps."""
+        for comm in (self.layer, self.cp):
             comm.begin(digest)
 
     @property
     def moved_bytes(self) -> int:
-        return self.tp.moved_bytes + self.cp.moved_bytes + self.pp.moved_bytes
+        return self.layer.moved_bytes + self.cp.moved_bytes + self.pp.moved_bytes

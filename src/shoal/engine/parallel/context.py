@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.engine.device import Device
 from shoal.engine.model.attention import PartialAttention
+from shoal.engine.model.config import ModelConfig
 from shoal.engine.model.spans import Spans
 from shoal.engine.parallel.comm import Comm
 
@@ -26,14 +27,15 @@ from shoal.engine.parallel.comm import Comm
 class ContextAttention:
     """An Attention whose context is spread over ranks, each of which calls it with the same rows."""
 
-    def __init__(self, own: PartialAttention, comm: Comm, *, num_heads: int, head_dim: int, device: Device) -> None:
-        self.kv_format = own.kv_format
+    def __init__(self, own: PartialAttention, comm: Comm, *, config: ModelConfig, device: Device) -> None:
+        """`config`: of the heads that are here."""
+        self.kv_format = f"{own.kv_format}, shared by {comm.size}"
         self.reads_stale_values = own.reads_stale_values
         self.prepare: Callable[[Spans], Any] = own.prepare
         self._own = own
         self._comm = comm
-        self._num_heads = num_heads
-        self._widths = [num_heads * (head_dim + 1)] * comm.size
+        self._num_heads = config.num_heads
+        self._widths = [config.num_heads * (config.head_dim + 1)] * comm.size
         self._buffer = device.buffer
 
     def attend(self, layer: int, qkv_TP: Tensor, prepared: Any) -> Tensor:

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from shoal.engine.config import EngineConfig
     from shoal.engine.model.config import ModelConfig
 
-Axis = Literal["tp", "cp", "pp"]
-AXES: tuple[Axis, ...] = ("tp", "cp", "pp")  # those that talk most are neighbours
+Axis = Literal["layer", "cp", "pp"]
+AXES: tuple[Axis, ...] = ("layer", "cp", "pp")  # "layer": tp and cp at once
 MAX_RANKS = 64
+MAX_STAGES = 4  # messages that may wait between two ranks (shared.py) are as many as the results that may
 
 
 class Place(NamedTuple):
@@ -22,11 +23,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """tp x cp x pp ranks: rank = (pp · CP + cp) · TP + tp. Rank 0 is the engine process."""
+    """tp x cp x pp ranks: rank = (pp · CP + cp) · TP + tp. Rank 0 is the engine process.
 
-    tp: int = 1  # ranks that share each layer
-    cp: int = 1  # ranks that share each context
-    pp: int = 1  # ranks that share the layers
+    tp ranks share the heads of each layer, cp ranks each context, and all tp x cp of them what else is in a layer (as
+    in Helix, arXiv:2507.07120). pp groups of ranks share the layers: each group is a stage.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
 
     @property
     def size(self) -> int:
@@ -47,8 +52,11 @@ class Layout:
         return (place.pp * self.cp + place.cp) * self.tp + place.tp
 
     def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """The ranks that differ from this one along one axis only, in order, itself included."""
+        """The ranks that differ from this one along an axis only, in order, itself included."""
         place = self.place(rank)
+        if axis == "layer":
+            first = self.rank(Place(0, 0, place.pp))
+            return tuple(range(first, first + self.tp * self.cp))
         return tuple(self.rank(place._replace(**{axis: index})) for index in range(getattr(self, axis)))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
@@ -59,6 +67,11 @@ class Layout:
         """Raises ValueError naming the values that fit."""
         if self.size > MAX_RANKS:
             raise ValueError(f"{self} makes {self.size} ranks; allowed: at most {MAX_RANKS}")
+        if self.pp > (most := min(model.num_layers, MAX_STAGES)):
+            raise ValueError(
+                f"engine.pipeline_parallel_size is {self.pp}; the model has {model.num_layers} layers: "
+                f"allowed: at most {most}"
+            )
         heads, kv_heads = model.num_heads, model.num_kv_heads
         fits = [
             tp
@@ -73,7 +86,7 @@ class Layout:
 
 
 def layout_of(config: EngineConfig) -> Layout:
-    return Layout(tp=config.tensor_parallel_size)
+    return Layout(config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size)
 
 
 class Part(NamedTuple):
@@ -113,14 +126,71 @@ class Split(NamedTuple):
         head = self.rank * model.num_kv_heads // self.size
         return Part(head, head + 1, model.num_kv_heads)
 
+
+UNSPLIT = Split(0, 1)
+
+
+class Stage(NamedTuple):
+    """Layers [first, end) of a model, those of one stage of `of`."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index
+    of: int
+    first: int
+    end: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.of - 1
+
+
+def stage_of(model: ModelConfig, index: int, of: int) -> Stage:
+    """Stages that take alike long for tokens that are decoded: the output matrix counts as much as it is large, and the
+    embedding, of which a row is looked up, nothing."""
+    if of == 1:
+        return Stage(0, 1, 0, model.num_layers)
+    heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
+    layer = model.hidden_size * (2 * (heads + kv_heads) * dim + 3 * model.intermediate_size)
+    output = model.hidden_size * model.vocab_size
+
+    def slowest(last: int) -> tuple[int, int]:
+        """`last`: layers of the last stage."""
+        others = -(-(model.num_layers - last) // (of - 1))
+        return max(others * layer, last * layer + output), -last
+
+    last = min(range(1, model.num_layers - of + 2), key=slowest)
+    borders = [(model.num_layers - last) * stage // (of - 1) for stage in range(of)] + [model.num_layers]
+    return Stage(index, of, borders[index], borders[index + 1])
+
+
+class Share(NamedTuple):
+    """What one of a replica's ranks keeps of a model."""
+
+    heads: Split = UNSPLIT
+    context: Split = UNSPLIT
+    stage: Stage | None = None  # None: all layers
+
+    @property
+    def width(self) -> Split:
+        """Of what else is in a layer, and the vocabulary."""
+        return Split(self.context.rank * self.heads.size + self.heads.rank, self.context.size * self.heads.size)
+
+    def attended(self, model: ModelConfig) -> Part:
+        """Of the attention's result, over this rank's heads, the values that this rank goes on with."""
+        return self.context.part(self.heads.part(model.num_heads).size * model.head_dim)
+
     def config(self, model: ModelConfig) -> ModelConfig:
         """Of what is here; the vocabulary stays whole."""
         return replace(
             model,
-            num_heads=self.part(model.num_heads).size,
-            num_kv_heads=self.kv_heads(model).size,
-            intermediate_size=self.part(model.intermediate_size).size,
+            num_layers=model.num_layers if self.stage is None else self.stage.end - self.stage.first,
+            num_heads=self.heads.part(model.num_heads).size,
+            num_kv_heads=self.heads.kv_heads(model).size,
+            intermediate_size=self.width.part(model.intermediate_size).size,
         )
 
 
-UNSPLIT = Split(0, 1)
+WHOLE_MODEL = Share()

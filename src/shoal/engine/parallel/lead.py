@@ -11,8 +11,9 @@ from shoal.core.plan import Copied, KvOp
 from shoal.engine import runner as runners
 from shoal.engine.config import EngineConfig
 from shoal.engine.parallel.group import START_LIMIT_S, Group
-from shoal.engine.parallel.member import Rank, join, rank_config
+from shoal.engine.parallel.member import Rank, Room, join, rank_config
 from shoal.engine.parallel.messages import Build, Built, CopiesMeasured, Copy, CopyDone, Loaded, MeasureCopies
+from shoal.engine.parallel.pipeline import runner_of
 from shoal.engine.parallel.runner import RankRunner
 from shoal.engine.transfer.copier import Copier as OwnCopier
 
@@ -22,16 +23,17 @@ _MEASURE_S = 30.0
 def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
     """Loads rank 0's share while the others load theirs. Raises ValueError as runner.load, RankFailed."""
 
-    def agree(num_blocks: int) -> int:
-        smallest = min(num_blocks, *(loaded.num_blocks for loaded in group.hear(Loaded, START_LIMIT_S)))
-        group.tell(Build(smallest))
+    def agree(room: Room) -> Room:
+        heard = [(loaded.num_blocks, loaded.num_host_blocks) for loaded in group.hear(Loaded, START_LIMIT_S)]
+        smallest = Room(*map(min, room, *heard))
+        group.tell(Build(*smallest))
         return smallest
 
     rank = Rank(
         layout=group.layout,
         join=partial(join, group.memory, 0),
         agree=agree,
-        make_runner=partial(RankRunner, tell=group.tell, cause_of=group.cause_of),
+        make_runner=partial(runner_of(group.layout), tell=group.tell, cause_of=group.cause_of),
     )
     runner = runners.load(model_dir, rank_config(config, group.layout, 0), rank)
     assert isinstance(runner, RankRunner)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.engine.config import EngineConfig
 from shoal.engine.device import Device, num_cores
+from shoal.engine.model.config import ModelConfig
 from shoal.engine.parallel.comm import Alone, Comms
-from shoal.engine.parallel.layout import Layout, Split
+from shoal.engine.parallel.layout import Layout, Share, Split, stage_of
 from shoal.engine.parallel.shared import Memory
 
 
@@ -19,17 +20,23 @@ def _alone(device: Device) -> Comms:
     return Comms(Alone(), Alone(), Alone())
 
 
+class Room(NamedTuple):
+    num_blocks: int  # of the KV pool
+    num_host_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
     layout: Layout = field(default_factory=Layout)
     number: int = 0
     join: Callable[[Device], Comms] = _alone  # its groups
-    agree: Callable[[int], int] = lambda num_blocks: num_blocks  # blocks that there is room for here → everywhere
+    agree: Callable[[Room], Room] = lambda room: room  # what there is room for here → everywhere
     make_runner: Callable[..., Any] | None = None  # a Runner that also takes `comms`; None: one that is alone
 
-    @property
-    def split(self) -> Split:
-        return Split(self.layout.place(self.number).tp, self.layout.tp)
+    def share(self, model: ModelConfig) -> Share:
+        place, layout = self.layout.place(self.number), self.layout
+        stage = stage_of(model, place.pp, layout.pp)
+        return Share(Split(place.tp, layout.tp), Split(place.cp, layout.cp), stage)
 
 
 ALONE = Rank()

@@ -29,14 +29,17 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Build(Message, frozen=True, tag="build"):
-    """All ranks have loaded; this is the smallest number of blocks that any of them has room for."""
+    """All ranks have loaded; these are the smallest numbers of blocks that any of them has room for."""
 
     num_blocks: int
+    num_host_blocks: int
 
 
 class Step(Message, frozen=True, tag="step"):
     number: int  # counts from 1 without gaps
     plan: StepPlan  # without its copies, which come by themselves
+    # In a pipeline, what the last stage sampled in steps whose results rank 0 has heard since: (step, tokens).
+    sampled: list[tuple[int, list[int]]] = []
 
 
 class Clear(Message, frozen=True, tag="clear"):
@@ -58,6 +61,7 @@ class MeasureCopies(Message, frozen=True, tag="measure"):
 
 class Loaded(Message, frozen=True, tag="loaded"):
     num_blocks: int  # that it has room for
+    num_host_blocks: int
 
 
 class Built(Message, frozen=True, tag="built"):

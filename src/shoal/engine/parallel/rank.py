@@ -76,26 +76,28 @@ def _say_why(pipe: Pipe, error: Exception) -> None:
 
 def _serve(arguments: Arguments, memory: Memory, pipe: Pipe) -> None:
     from shoal.engine import runner as runners
-    from shoal.engine.parallel.member import Rank, join, rank_config
+    from shoal.engine.parallel.member import Rank, Room, join, rank_config
+    from shoal.engine.parallel.pipeline import runner_of
     from shoal.engine.parallel.runner import RankRunner
     from shoal.engine.process import calm_collector
     from shoal.engine.transfer.copier import Copier
 
-    def agree(num_blocks: int) -> int:
-        pipe.send(Loaded(num_blocks))
+    def agree(room: Room) -> Room:
+        pipe.send(Loaded(*room))
         build = _next(pipe)
         assert isinstance(build, Build)
-        return build.num_blocks
+        return Room(build.num_blocks, build.num_host_blocks)
 
     rank = Rank(
         layout=memory.layout,
         number=arguments.rank,
         join=partial(join, memory, arguments.rank),
         agree=agree,
-        make_runner=RankRunner,
+        make_runner=runner_of(memory.layout),
     )
     config = rank_config(arguments.config, memory.layout, arguments.rank)
     runner = runners.load(Path(arguments.model_dir), config, rank)
+    assert isinstance(runner, RankRunner)
     copier = None
     if runner.host is not None:
         copier = Copier(runner.host, max_bytes_per_s=arguments.config.host_copy_bytes_per_s)
@@ -111,6 +113,7 @@ def _serve(arguments: Arguments, memory: Memory, pipe: Pipe) -> None:
         if isinstance(message, Step):
             num_steps += 1
             assert message.number == num_steps, f"step {message.number} follows {num_steps - 1}"
+            runner.take(message.sampled)
             runner.launch(message.plan)
             runner.collect()
         elif isinstance(message, Clear):

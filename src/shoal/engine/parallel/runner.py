@@ -11,7 +11,10 @@ import xxhash
 
 from shoal.core.plan import StepPlan
 from shoal.engine.batch import Batch
+from shoal.engine.model.attention import Attention
+from shoal.engine.model.spans import Shard
 from shoal.engine.parallel.comm import CommError, Comms
+from shoal.engine.parallel.context import ContextAttention
 from shoal.engine.parallel.messages import Clear, Step
 from shoal.engine.runner import Runner
 
@@ -30,8 +33,8 @@ class RankRunner(Runner):
         **settings: Any,
     ) -> None:
         """`tell` and `cause_of` are rank 0's; the latter is called where a step failed by others, and knows why."""
+        self._comms = comms  # first: the parts of a runner are made with it
         super().__init__(*arguments, **settings)
-        self._comms = comms
         self._tell = tell
         self._cause_of = cause_of
         self._num_steps = 0
@@ -44,16 +47,30 @@ class RankRunner(Runner):
     def launch(self, plan: StepPlan) -> None:
         if self._tell is not None:
             self._num_steps += 1
-            self._tell(Step(self._num_steps, replace(plan, ops=[], fetches=[])))
+            self._tell(Step(self._num_steps, replace(plan, ops=[], fetches=[]), self._heard()))
         try:
             super().launch(plan)
         except CommError as error:
             raise self._cause_of(error) from None
 
+    def take(self, sampled: list[tuple[int, list[int]]]) -> None:
+        """Of Step, before its plan is launched."""
+        assert not sampled
+
+    def _heard(self) -> list[tuple[int, list[int]]]:
+        """`sampled` of the next Step."""
+        return []
+
     def clear(self, blocks: list[int]) -> None:
         if self._tell is not None:
             self._tell(Clear(blocks))
         super().clear(blocks)
+
+    def _make_attention(self, shard: Shard) -> Attention:
+        own = super()._make_attention(shard)
+        if shard.count == 1:
+            return own
+        return ContextAttention(own, self._comms.cp, config=self._model.config, device=self._device)  # type: ignore[arg-type]
 
     def _build(self, plan: StepPlan) -> Batch:
         batch = super()._build(plan)

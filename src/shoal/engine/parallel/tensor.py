@@ -15,20 +15,24 @@ from torch import Tensor, where
 from shoal.engine.device import Device
 from shoal.engine.model.linear import Linear
 from shoal.engine.parallel.comm import Comm
-from shoal.engine.parallel.layout import Split
+from shoal.engine.parallel.layout import Part, Split
 
 
 class SplitInputs:
     """A layer's `add`, of which each rank has some of the inputs; a bias is the first rank's."""
 
-    def __init__(self, layer: Linear, comm: Comm) -> None:
+    def __init__(self, layer: Linear, comm: Comm, mine: Part | None = None) -> None:
+        """`mine`: of the inputs that `add` is given, those that are this rank's; None: all."""
         self._layer = layer
         self._comm = comm
+        self._mine = mine
 
     def add(self, x_MK: Tensor, residual_MN: Tensor) -> Tensor:
         """All have the same residual; the first rank's is the one that counts."""
         if self._comm.rank:
             residual_MN.zero_()
+        if self._mine is not None:
+            x_MK = x_MK[:, self._mine.first : self._mine.end].contiguous()
         return self._comm.all_reduce(self._layer.add(x_MK, residual_MN))
 
 
@@ -53,3 +57,16 @@ class SplitVocabulary:
         own = self._layer.scores(x_MK, norm_K)
         out = self._device.buffer(len(own), self.num_rows, own.dtype)
         return self._comm.all_gather(own, self._widths, out)
+
+
+class Elsewhere:
+    """The embedding or the output matrix, where another stage has it."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_rows = vocab_size
+
+    def rows(self, ids_M: Tensor) -> Tensor:
+        raise AssertionError("another stage has the embedding")
+
+    def scores(self, x_MK: Tensor, norm_K: Tensor) -> Tensor:
+        raise AssertionError("another stage has the output matrix")
