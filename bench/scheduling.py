@@ -14,7 +14,7 @@ TPOT that it had there, at the median. Attainment is over all requests that were
 worst wait is the longest time that an accepted request was without a slice, in the line, parked or passed over.
 
 The composers take turns, round by round, each round with another trace; figures are medians over the rounds. On the
-real engine the trace is half as long, and static, which takes many minutes, runs in the first round only.
+real engine the trace is a quarter as long, and static, which takes many minutes, runs in the first round only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
 
 
 FULL = Shape(num_alone=9, num_saturated=120, num_calm=20, num_burst=80, num_cycles=4, num_rounds=3)
-LIVE = FULL._replace(num_cycles=2)
+LIVE = FULL._replace(num_alone=5, num_saturated=60, num_cycles=1, num_rounds=2)
 QUICK = Shape(num_alone=3, num_saturated=30, num_calm=2, num_burst=28, num_cycles=1, num_rounds=1)
 
 
