@@ -131,3 +131,11 @@ def test_replicas_without_work_give_no_tokens(concurrency: int) -> None:
     assert option.forecast is not None
     busy = min(8, concurrency)
     assert option.tokens_per_s == pytest.approx(busy * option.forecast.tokens_per_s(WANTED.load))
+
+
+def test_replicas_are_as_equally_full_as_can_be() -> None:
+    eight, nine, sixteen = (
+        plan("llama-3.1-8b", "h100-80gb", 8, concurrency=count, only=Layout(1, 1, 1, 0)).options[0].tokens_per_s
+        for count in (8, 9, 16)
+    )
+    assert nine == pytest.approx(eight * 7 / 8 + sixteen / 8)

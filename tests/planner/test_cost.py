@@ -64,11 +64,14 @@ def test_across_nodes_they_also_meet_over_the_slower_link() -> None:
     assert two - one == pytest.approx(2 * 1e-4 + bytes_each / (1e10 / 8))
 
 
-def test_context_parallel_ranks_share_the_keys_and_have_all_weights() -> None:
-    plain = machine().predict(slices((99_999, 1)), 1)
-    shared = machine(Layout(cp=2)).predict(slices((99_999, 1)), 1)
-    merges = 32 * machine(Layout(cp=2)).merge_s(1)
-    assert shared - merges == pytest.approx(plain - 100_000 * KV / 2 / 1e12)
+def test_ranks_that_share_contexts_share_the_keys_and_what_is_behind_the_attention() -> None:
+    shared = machine(Layout(cp=2))
+    read = weights.Read(LLAMA, BF16, cp=2).num_bytes(1)
+    meeting = 32 * (2 * shared.all_reduce_s(1) + shared.merge_s(1))
+    seconds = shared.predict(slices((99_999, 1)), 1)
+    assert seconds == pytest.approx(1e-3 + (read + 100_000 * KV / 2) / 1e12 + meeting)
+    assert WEIGHTS / 2 < read < WEIGHTS
+    assert shared.merge_s(1) == pytest.approx(1e-5 + 4 * 32 * 129 / 1e11 / 2)
 
 
 def test_matrix_rates_are_interpolated_in_time() -> None:

@@ -60,7 +60,7 @@ def test_targets_that_no_number_of_gpus_keeps() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_host_memory_parks_all_that_runs_on_a_node(kind: str) -> None:
     (found,) = smallest(20.0, kinds=(kind,))
-    each = found.forecast.running * found.layout.ranks * found.memory.sequence_bytes(1280)
-    replicas_of_a_node = min(found.layout.dp, found.gpu.per_node // found.layout.ranks)
-    assert found.host_bytes_per_node == replicas_of_a_node * pinned_bytes(each)
+    whole = found.forecast.running * 1280 * 131_072
+    ranks = found.layout.ranks * min(found.layout.dp, found.gpu.per_node // found.layout.ranks)
+    assert found.host_bytes_per_node == ranks * pinned_bytes(whole // found.layout.ranks)
     assert found.nodes * found.gpu.per_node >= found.gpus

@@ -62,3 +62,15 @@ def test_the_last_stage_has_fewer_layers_for_it_has_the_output_matrix() -> None:
     assert [len(stage) for stage in stages][-1] < len(stages[0])
     config = {**catalogue.models()["llama-3.1-8b"]["config"], "vocab_size": 100}
     assert [len(stage) for stage in layouts.stages(read(config, "few words"), 4)] == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "llama-3.2-1b", "llama-3.1-70b"])
+def test_stages_are_those_that_the_engine_makes(name: str) -> None:
+    from shoal.engine.model.registry import ARCHITECTURES
+    from shoal.engine.parallel.layout import stage_of
+
+    config = catalogue.models()[name]["config"]
+    model = ARCHITECTURES[config["architectures"][0]]({"rms_norm_eps": 1e-5, **config})
+    for pp in range(1, 9):
+        found = [stage_of(model, index, pp) for index in range(pp)]
+        assert [range(each.first, each.end) for each in found] == list(layouts.stages(catalogue.model(name), pp))

@@ -123,3 +123,13 @@ def test_embedding_and_output_stay_as_they_are_but_for_shoals_own_int8() -> None
         assert weights.parts(model, Precision("bfloat16", FORMATS[name]))["logits"].num_bytes == plain
     own = weights.parts(model, Precision("bfloat16", FORMATS["int8"]))
     assert own["embedding"].num_bytes == 128256 * (4096 + 4)
+
+
+def test_ranks_that_share_contexts_split_all_but_queries_keys_and_values() -> None:
+    model = catalogue.model("llama-3.1-8b")
+    plain, shared = (weights.parts(model, Precision("bfloat16"), tp=2, cp=cp) for cp in (1, 2))
+    for part in ("embedding", "mlp", "logits"):
+        assert shared[part].num_bytes * 2 == plain[part].num_bytes
+    assert shared["norms"] == plain["norms"]
+    output = 32 * 4096 * 4096 * 2 // 2  # of a tensor-parallel rank
+    assert plain["attention"].num_bytes - shared["attention"].num_bytes == output // 2

@@ -149,7 +149,7 @@ def _notes(plan: Plan) -> list[str]:
             f"allocator loses (--gpu-memory-utilization {memory.utilization:g})."
         )
     if plan.chosen is not None:
-        host = choose.host_tier(plan.chosen, plan.wanted)
+        host = choose.host_tier(plan, plan.chosen)
         notes.append(f"A host tier that parks all that runs on a replica takes {size(host)} (engine.host_cache_bytes).")
     if reason := _not_shoals(plan.model):
         notes.append(reason)
@@ -203,7 +203,7 @@ def _option_document(option: Option, plan: Plan) -> Document:
             "tpot_s": found.tpot_s,
             "tokens_per_s": option.tokens_per_s,
             "bubble": found.bubble,
-            "host_tier_bytes_per_replica": choose.host_tier(option, plan.wanted),
+            "host_tier_bytes_per_replica": choose.host_tier(plan, option),
             "misses": list(option.misses),
         }
     return document
@@ -393,9 +393,11 @@ def configuration(plan: Plan, model_name: str) -> str:
         "max_num_batched_tokens": wanted.batch.max_tokens,
         "block_size": wanted.batch.block_tokens,
         "gpu_memory_utilization": wanted.utilization,
-        "host_cache_bytes": choose.host_tier(option, wanted),
+        "host_cache_bytes": choose.host_tier(plan, option),
     }
     engine |= {field: value for field, value in _ranks(plan).items() if value > 1}
+    if layout.pp > 1:
+        engine["steps_in_flight"] = layout.pp
     values = {
         "model": {"name": model_name},
         "engine": engine,

@@ -116,12 +116,16 @@ def weigh(machine: Machine, memory_bytes: int, wanted: Wanted) -> Option:
     each = min(wanted.batch.max_seqs, memory.num_sequences(wanted.load.context)) if memory.pool > 0 else 0
     if not each or memory.max_context(wanted.context) < wanted.context:
         return Option(layout, memory, need, 0, None, 0.0, ())
-    running = min(each, -(-wanted.concurrency // layout.dp))
-    busy = min(layout.dp, wanted.concurrency)  # replicas with anything to do
-    found = forecast(machine, wanted.load, running, Limits(wanted.batch.max_tokens))
+    few, num_fuller = divmod(wanted.concurrency, layout.dp)  # replicas are as equally full as can be
+    limits = Limits(wanted.batch.max_tokens)
+    found = forecast(machine, wanted.load, min(each, few + bool(num_fuller)), limits)
+    tokens_per_s = (num_fuller or layout.dp) * found.tokens_per_s(wanted.load)
+    if few and num_fuller:
+        others = forecast(machine, wanted.load, min(each, few), limits)
+        tokens_per_s += (layout.dp - num_fuller) * others.tokens_per_s(wanted.load)
     holds = each * layout.dp
     misses = tuple(_misses(found, holds, wanted))
-    return Option(layout, memory, need, holds, found, busy * found.tokens_per_s(wanted.load), misses)
+    return Option(layout, memory, need, holds, found, tokens_per_s, misses)
 
 
 def _misses(found: Forecast, holds: int, wanted: Wanted) -> list[str]:
@@ -163,8 +167,17 @@ def _matches(layout: Layout, only: Layout) -> bool:
     return all(not wanted or value == wanted for value, wanted in pairs)
 
 
-def host_tier(option: Option, wanted: Wanted) -> int:
+def host_tier(plan: Plan, option: Option) -> int:
     """Main memory per replica that parks everything that runs there; 0 where nothing fits."""
     if option.forecast is None:
         return 0
-    return host_tier_bytes(option.memory, option.forecast.running, wanted.load.context, option.layout.ranks)
+    wanted = plan.wanted
+    return host_tier_bytes(
+        plan.model,
+        plan.kv_dtype,
+        wanted.batch,
+        option.forecast.running,
+        wanted.load.context,
+        tp=option.layout.tp,
+        allocator=wanted.allocator,
+    )

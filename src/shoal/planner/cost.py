@@ -5,8 +5,8 @@
                         +  all-reduces of its layers
 
 Matrices and attention run one after the other, so each has a roof of its own (Williams, Waterman, Patterson, CACM
-2009). Tensor-parallel ranks meet twice a layer, context-parallel ones once. The stages of a pipeline work on different
-microbatches at once: a token of each sequence takes a round through all of them.
+2009). Ranks that share a layer meet twice in it, those that share contexts once more. The stages of a pipeline work on
+different microbatches at once: a token of each sequence takes a round through all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Rates:
     kv_bytes_per_s: float
     step_s: float = 0.0  # of a step beside its arithmetic
     sequence_s: float = 0.0  # of each sequence in a step beside it: batching, sampling
+    token_s: float = 0.0  # of each new token beside its products: norms, activations; shared by tensor-parallel ranks
 
     def matrix_s(self, flops_per_row: float, rows: int) -> float:
         (first, rate), *_ = self.matrix
@@ -69,7 +70,7 @@ class Net:
     within: Link
     between: Link | None = None
 
-    def all_reduce_s(self, num_bytes: float, ranks: int, nodes: int, per_node: int) -> float:
+    def all_reduce_s(self, num_bytes: float, ranks: int, nodes: int) -> float:
         """Within nodes a tree's latency and a ring's bytes; between them the same again, on each rank's share."""
         if ranks == 1:
             return 0.0
@@ -129,18 +130,18 @@ class Machine:
         return self.net.send_s(new_tokens * self.model.hidden_size * self.precision.item_bytes, across)
 
     def all_reduce_s(self, num_tokens: int) -> float:
-        """One over the tensor-parallel ranks: the hidden states of so many tokens."""
+        """One over the ranks that share a layer: the hidden states of so many tokens."""
         num_bytes = num_tokens * self.model.hidden_size * self.precision.item_bytes
-        tp = self.layout.tp
-        return self.net.all_reduce_s(num_bytes, tp, self.cluster.spans(tp), self.cluster.gpus_per_node)
+        ranks = self.layout.tp * self.layout.cp
+        return self.net.all_reduce_s(num_bytes, ranks, self.cluster.spans(ranks))
 
     def merge_s(self, num_tokens: int) -> float:
-        """Partial attention over the context-parallel ranks: float32 results and their weights."""
+        """Partial attention of the ranks that share contexts: float32 results with their weights, of which each rank
+        goes on with its share."""
         model, layout = self.model, self.layout
         heads = -(-model.num_heads // layout.tp)
         num_bytes = 4 * num_tokens * heads * (model.head_dim + 1)
-        nodes = self.cluster.spans(layout.cp, layout.tp)
-        return self.net.all_reduce_s(num_bytes, layout.cp, nodes, self.cluster.gpus_per_node)
+        return self.net.all_reduce_s(num_bytes, layout.cp, self.cluster.spans(layout.cp, layout.tp)) / 2
 
 
 class _Stage:
@@ -148,11 +149,11 @@ class _Stage:
         model, layout = machine.model, machine.layout
         self._machine = machine
         self._layers = layers
-        self._token_flops = weights.token_flops(model, tp=layout.tp, layers=layers)
-        self._logit_flops = weights.logit_flops(model, tp=layout.tp, layers=layers)
+        self._token_flops = weights.token_flops(model, tp=layout.tp, cp=layout.cp, layers=layers)
+        self._logit_flops = weights.logit_flops(model, ranks=layout.tp * layout.cp, layers=layers)
         self._pair_flops = len(layers) * pair_flops(model) / layout.tp / layout.cp
         self._groups = kv.groups(model, machine.kv_dtype, tp=layout.tp, layers=layers)
-        self._read = weights.Read(model, machine.precision, tp=layout.tp, layers=layers)
+        self._read = weights.Read(model, machine.precision, tp=layout.tp, cp=layout.cp, layers=layers)
 
     def seconds(self, new: int, attended: int, sequences: int, context: int, sampled: int) -> float:
         machine = self._machine
@@ -167,7 +168,9 @@ class _Stage:
         attention = max(self._pair_flops * attended / rates.attention_flops_per_s, kv_bytes / rates.kv_bytes_per_s)
         layers = len(self._layers)
         meeting = layers * (2 * machine.all_reduce_s(new) + machine.merge_s(new) * (machine.layout.cp > 1))
-        return rates.step_s + rates.sequence_s * sequences + matrices + attention + meeting
+        share = len(self._layers) / machine.model.num_layers / machine.layout.tp / machine.layout.cp
+        beside = rates.step_s + rates.sequence_s * sequences + rates.token_s * new * share
+        return beside + matrices + attention + meeting
 
 
 def pair_flops(model: Model) -> int:

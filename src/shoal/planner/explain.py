@@ -109,7 +109,7 @@ def _difference(result: Plan, chosen: Option, other: Option) -> str:
         ) + (f", with {each} all-reduces a stage over TP={layout.tp}" if layout.tp > 1 else "")
     if layout.cp > 1:
         longest = other.memory.max_context(1 << 40)
-        return f"would hold {longest:,} tokens of one sequence, with the weights {layout.cp} times"
+        return f"would hold {longest:,} tokens of one sequence, and compute queries, keys and values {layout.cp} times"
     if layout.tp > mine.tp:
         return f"would meet 2 x {layers} times a token over {result.within.title}"
     return (

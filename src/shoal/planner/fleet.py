@@ -120,7 +120,11 @@ def _fleet(
     found = curve.at(rate_per_s / replicas)
     assert found is not None
     per_node = max(1, gpu.per_node // layout.ranks)
-    host = host_tier_bytes(memory, found.running, wanted.load.context, min(layout.ranks, gpu.per_node))
+    context = wanted.load.context
+    parked = host_tier_bytes(
+        model, kv_dtype, wanted.batch, found.running, context, tp=layout.tp, allocator=wanted.allocator
+    )
+    ranks_of_a_node = min(layout.ranks, gpu.per_node) * min(replicas, per_node)
     return Fleet(
         gpu,
         Layout(layout.tp, layout.pp, 1, replicas),
@@ -128,7 +132,7 @@ def _fleet(
         highest,
         found,
         memory,
-        min(replicas, per_node) * pinned_bytes(host),
+        ranks_of_a_node * pinned_bytes(-(-parked // layout.ranks)),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from shoal.planner import weights
 from shoal.planner.model import Model
@@ -123,8 +124,25 @@ def stages(model: Model, pp: int) -> tuple[range, ...]:
     """Layers of each pipeline stage, so that the slowest is as fast as can be: a layer costs its weights, the output
     matrix is the last stage's; the embedding is a look-up."""
     costs = [weights.token_flops(model, layers=range(layer, layer + 1)) for layer in range(model.num_layers)]
-    costs[-1] += weights.logit_flops(model)
-    return tuple(_balanced(costs, pp))
+    output = weights.logit_flops(model)
+    if len(set(costs)) > 1:
+        return tuple(_balanced([*costs[:-1], costs[-1] + output], pp))
+    return tuple(equal_stages(model.num_layers, costs[0], output, pp))
+
+
+def equal_stages(num_layers: int, layer: float, output: float, pp: int) -> list[range]:
+    """Of layers that cost alike. The last stage, which also has the output matrix, gets as many as make the slowest
+    stage the fastest; the others share the rest."""
+    if pp == 1:
+        return [range(num_layers)]
+
+    def slowest(last: int) -> tuple[float, int]:
+        others = -(-(num_layers - last) // (pp - 1))
+        return max(others * layer, last * layer + output), -last
+
+    last = min(range(1, num_layers - pp + 2), key=slowest)
+    borders = [(num_layers - last) * stage // (pp - 1) for stage in range(pp)] + [num_layers]
+    return [range(first, end) for first, end in pairwise(borders)]
 
 
 def _balanced(costs: list[int], pp: int) -> list[range]:

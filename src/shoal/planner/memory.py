@@ -35,7 +35,7 @@ def pool_bytes(memory_bytes: int, utilization: float, weight_bytes: int, activat
     return int(memory_bytes * utilization) - weight_bytes - activation_bytes
 
 
-def activation_bytes(model: Model, item_bytes: int, batch: Batch, *, tp: int = 1) -> int:
+def activation_bytes(model: Model, item_bytes: int, batch: Batch, *, tp: int = 1, cp: int = 1) -> int:
     """At their highest in a step of so many tokens, of which so many rows are sampled, where attention reads keys and
     values where they lie.
 
@@ -52,24 +52,23 @@ def activation_bytes(model: Model, item_bytes: int, batch: Batch, *, tp: int = 1
         begun = (heads + 2 * weights.kv_heads(model, tp)) * model.head_dim
         ended = heads * model.head_dim
     state = hidden + begun + ended
-    mlp = _mlp_width(model, tp)
+    mlp = _mlp_width(model, tp * cp)
     layer = batch.max_tokens * (state + mlp) * item_bytes
     rows = min(batch.max_seqs, batch.max_tokens)
     logits = rows * (2 * hidden * item_bytes + model.vocab_size * _FLOAT_BYTES)
     if item_bytes != _FLOAT_BYTES:
-        logits += rows * -(-model.vocab_size // tp) * item_bytes
+        logits += rows * -(-model.vocab_size // (tp * cp)) * item_bytes
     return max(layer, batch.max_tokens * state * item_bytes + logits)
 
 
-def _mlp_width(model: Model, tp: int) -> int:
+def _mlp_width(model: Model, ranks: int) -> int:
     """Numbers per token."""
-    width = 4 * -(-model.intermediate_size // tp)
+    width = 4 * -(-model.intermediate_size // ranks)
     if model.experts is not None:
         experts = model.experts
-        one = (
-            4 * -(-experts.inner // tp) + 2 * model.hidden_size
-        )  # with its input and its output, in an order of its own
-        width = max(width * bool(experts.first), experts.per_token * one + 4 * -(-experts.shared_inner // tp))
+        own = 2 * model.hidden_size  # input and output, in the order of experts
+        one = 4 * -(-experts.inner // ranks) + own
+        width = max(width * bool(experts.first), experts.per_token * one + 4 * -(-experts.shared_inner // ranks))
     return width
 
 
@@ -147,8 +146,8 @@ def rank_memory(
         RankMemory(
             memory=memory_bytes,
             utilization=utilization,
-            parts=weights.parts(model, precision, tp=tp, layers=layers),
-            activations=activation_bytes(model, precision.item_bytes, batch, tp=tp),
+            parts=weights.parts(model, precision, tp=tp, cp=cp, layers=layers),
+            activations=activation_bytes(model, precision.item_bytes, batch, tp=tp, cp=cp),
             groups=kv.groups(model, kv_dtype, tp=tp, layers=layers, block_tokens=batch.block_tokens),
             block_tokens=batch.block_tokens,
             cp=cp,
@@ -162,9 +161,21 @@ def rank_memory(
 # -- the host tier -----------------------------------------------------------------------------------------------------
 
 
-def host_tier_bytes(memory: RankMemory, num_sequences: int, num_tokens: int, ranks: int) -> int:
-    """Main memory that parks so many running sequences of a replica at once: the most that preemption can ask for."""
-    return ranks * num_sequences * memory.sequence_bytes(num_tokens)
+def host_tier_bytes(
+    model: Model,
+    kv_dtype: str,
+    batch: Batch,
+    num_sequences: int,
+    num_tokens: int,
+    *,
+    tp: int = 1,
+    allocator: str = "pages",
+) -> int:
+    """Main memory that parks so many running sequences of a replica at once: the most that preemption can ask for. Of
+    all its ranks together: what several tensor-parallel ranks have alike is parked by each."""
+    groups = kv.groups(model, kv_dtype, tp=tp, block_tokens=batch.block_tokens)
+    one = kv.num_bytes(groups, num_tokens, block_tokens=batch.block_tokens, allocator=allocator)
+    return tp * num_sequences * one
 
 
 def pinned_bytes(num_bytes: int) -> int:

@@ -50,13 +50,13 @@ Parts = dict[str, Part]
 
 
 def parts(
-    model: Model, precision: Precision, *, tp: int = 1, layers: range | None = None, draft: bool = False
+    model: Model, precision: Precision, *, tp: int = 1, cp: int = 1, layers: range | None = None, draft: bool = False
 ) -> Parts:
     """Of one rank: its share of the tensors of `layers` (all where None), of the embedding with the first layer, of the
     output matrix with the last. `draft`: with the modules that predict further tokens, as the checkpoint has them."""
     totals = {part: [0, 0.0] for part in PARTS}
     for tensor in tensors(model, layers, draft=draft):
-        rows, columns = shard(tensor, model, tp)
+        rows, columns = shard(tensor, model, tp, cp)
         totals[tensor.part][0] += tensor.copies * rows * columns
         totals[tensor.part][1] += tensor.copies * _num_bytes(tensor, rows, columns, precision)
     return {part: Part(int(parameters), int(num_bytes)) for part, (parameters, num_bytes) in totals.items()}
@@ -75,46 +75,50 @@ class Read:
     """What a step reads of one rank's weights: all but the embedding, of which rows are looked up; of the experts those
     that any token takes, if each takes its own by chance: n (1 - (1 - k/n)^tokens) of n."""
 
-    def __init__(self, model: Model, precision: Precision, *, tp: int = 1, layers: range | None = None) -> None:
+    def __init__(
+        self, model: Model, precision: Precision, *, tp: int = 1, cp: int = 1, layers: range | None = None
+    ) -> None:
         self._always = 0.0
         self._experts: dict[float, float] = {}  # bytes by the share of the copies that one token uses
         for tensor in tensors(model, layers):
             if tensor.part != "embedding":
-                num_bytes = tensor.copies * _num_bytes(tensor, *shard(tensor, model, tp), precision)
+                num_bytes = tensor.copies * _num_bytes(tensor, *shard(tensor, model, tp, cp), precision)
                 share = tensor.used / tensor.copies
                 if share < 1:
                     self._experts[share] = self._experts.get(share, 0.0) + num_bytes
                 else:
                     self._always += num_bytes
         if model.tied and _has_last(model, layers):
-            self._always += _num_bytes(_output(model), *shard(_output(model), model, tp), precision)
+            self._always += _num_bytes(_output(model), *shard(_output(model), model, tp, cp), precision)
 
     def num_bytes(self, num_tokens: int) -> float:
         touched = sum(num_bytes * (1.0 - (1.0 - share) ** num_tokens) for share, num_bytes in self._experts.items())
         return self._always + touched
 
 
-def token_flops(model: Model, *, tp: int = 1, layers: range | None = None) -> int:
+def token_flops(model: Model, *, tp: int = 1, cp: int = 1, layers: range | None = None) -> int:
     """Multiplications and additions of one token in one rank's layers; not the output matrix, not attention itself."""
     flops = 0
     for tensor in tensors(model, layers):
         if tensor.columns > 1 and tensor.part not in ("embedding", "logits"):
-            rows, columns = shard(tensor, model, tp)
+            rows, columns = shard(tensor, model, tp, cp)
             flops += 2 * rows * columns * tensor.used
     return flops
 
 
-def logit_flops(model: Model, *, tp: int = 1, layers: range | None = None) -> int:
-    """Of one row that is sampled; 0 on a rank that lacks the last layer."""
-    return 2 * -(-model.vocab_size // tp) * model.hidden_size if _has_last(model, layers) else 0
+def logit_flops(model: Model, *, ranks: int = 1, layers: range | None = None) -> int:
+    """Of one row that is sampled, where so many ranks share the vocabulary; 0 on one that lacks the last layer."""
+    return 2 * -(-model.vocab_size // ranks) * model.hidden_size if _has_last(model, layers) else 0
 
 
-def shard(tensor: Tensor, model: Model, tp: int) -> tuple[int, int]:
-    """Rows and columns of the rank that has the most. Where KV heads are fewer than ranks, each has a whole one."""
+def shard(tensor: Tensor, model: Model, tp: int, cp: int = 1) -> tuple[int, int]:
+    """Rows and columns of the rank that has the most. Where KV heads are fewer than ranks, each has a whole one. Ranks
+    that share contexts compute the same queries, keys and values, and share what is behind the attention."""
+    rows = tp if tensor.part == "attention" else tp * cp
     if tensor.split == "rows":
-        return -(-tensor.rows // tp), tensor.columns
+        return -(-tensor.rows // rows), tensor.columns
     if tensor.split == "columns":
-        return tensor.rows, -(-tensor.columns // tp)
+        return tensor.rows, -(-tensor.columns // (tp * cp))
     if tensor.split == "kv":
         return tensor.rows // model.num_kv_heads * kv_heads(model, tp), tensor.columns
     return tensor.rows, tensor.columns
