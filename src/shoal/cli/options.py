@@ -22,7 +22,12 @@ RENAMED = {
     "controller.port": "controller-port",
 }
 
-SHORT = {"engine.tensor_parallel_size": "--tp"}
+SHORT = {
+    "engine.tensor_parallel_size": "--tp",
+    "engine.context_parallel_size": "--cp",
+    "engine.pipeline_parallel_size": "--pp",
+    "cluster.replicas": "--dp",
+}
 
 ConfigFile = Annotated[
     Path | None,

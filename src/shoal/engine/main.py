@@ -204,14 +204,13 @@ def _check_disk(config: EngineConfig) -> None:
 
 
 def _check_ranks(config: EngineConfig, layout: Layout) -> None:
-    """ValueError: something cannot be had with several ranks."""
+    """ValueError: something that was asked for cannot be had with several ranks."""
+    if config.peer_address not in ("", EngineConfig().peer_address):
+        raise ValueError(
+            f"engine.peer_address is {config.peer_address!r}; with {layout} nothing is lent or fetched: allowed: empty"
+        )
     if config.kv_disk_folder:
         raise ValueError(f"engine.kv_disk_folder is {config.kv_disk_folder!r}; with {layout} there is no disk tier")
-    if config.quantization != "none":
-        raise ValueError(
-            f"engine.quantization is {config.quantization}; with {layout} allowed: none, since the scales of a matrix "
-            "that is split would be others"
-        )
 
 
 def _disk(runner: Runner, config: EngineConfig) -> Storage | None:

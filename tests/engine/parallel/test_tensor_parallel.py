@@ -70,8 +70,18 @@ def test_every_family_makes_the_same_tokens_with_several_ranks(
             assert other.logprob == pytest.approx(one_score.logprob, abs=1e-3)
 
 
+def test_int8_weights_are_those_of_one_rank(tiny: Path, new_runner: Callable[..., Any]) -> None:
+    """A matrix that is split by columns has the scales of its whole rows."""
+    one = new_runner(tiny, quantization="int8")
+    expected = run_requests(one, make_scheduler(one), requests())
+    plain = run_requests(plain_runner := new_runner(tiny), make_scheduler(plain_runner), requests())
+    with ranks(tiny, tensor_parallel_size=2, quantization="int8") as two:
+        found = run_requests(two, make_scheduler(two), requests())
+    assert {id: outcome.tokens for id, outcome in found.items()} == {id: o.tokens for id, o in expected.items()}
+    assert any(plain[id].tokens != outcome.tokens for id, outcome in found.items())
+
+
 def test_without_kernels_ranks_talk_by_torch_distributed(tiny: Path, new_runner: Callable[..., Any]) -> None:
-    """Three of an uneven vocabulary are not needed: gathers are padded then, which the group below tries."""
     one = new_runner(tiny, kernels="off")
     expected = run_requests(one, make_scheduler(one, max_prefill_chunk=61), requests())
     with ranks(tiny, tensor_parallel_size=2, kernels="off") as two:
@@ -80,8 +90,8 @@ def test_without_kernels_ranks_talk_by_torch_distributed(tiny: Path, new_runner:
 
 
 @pytest.mark.parametrize(("in_flight", "parks"), [(1, True), (2, False)])
-def test_preempted_parked_and_aborted_streams_keep_their_tokens_and_the_journal_its_proofs(
-    tmp_path: Path, new_runner: Callable[..., Any], in_flight: int, parks: bool
+def test_dis_02_preempted_parked_and_aborted_streams_keep_their_tokens_and_the_journal_its_proofs(
+    tmp_path: Path, new_runner: Callable[..., Any], request: pytest.FixtureRequest, in_flight: int, parks: bool
 ) -> None:
     """16 blocks hold a third of what is needed. Who is aborted is the moment's matter; what they had made is not."""
     folder, path = make_tiny_model(tmp_path / "model", **HEADS), tmp_path / "journal"
@@ -92,7 +102,8 @@ def test_preempted_parked_and_aborted_streams_keep_their_tokens_and_the_journal_
         assert (two.num_blocks, two.block_tokens) == (16, 16)
         copier = two.copier if parks else None
         changes = PARKING if parks else {}
-        Client(two, in_flight, path, seed=in_flight, num_requests=20, copier=copier, **changes)
+        num_requests = 500 if request.config.getoption("--full") else 20
+        Client(two, in_flight, path, seed=in_flight, num_requests=num_requests, copier=copier, **changes)
         assert two.group.failure is None
     seen = kinds(path)
     assert seen["parked" if parks else "preempted"] > 0 and seen["token"] > 300
@@ -170,7 +181,10 @@ def _header_bytes(folder: Path) -> int:
             {"tensor_parallel_size": 2, "kv_disk_folder": "/tmp/x", "kv_disk_bytes": 1, "host_cache_bytes": 1 << 20},
             "engine.kv_disk_folder is '/tmp/x'; with tp=2",
         ),
-        ({"tensor_parallel_size": 2, "quantization": "int8"}, "engine.quantization is int8; with tp=2"),
+        (
+            {"tensor_parallel_size": 2, "peer_address": "tcp:127.0.0.1:7000"},
+            "engine.peer_address is 'tcp:127.0.0.1:7000'; with tp=2",
+        ),
         ({"tensor_parallel_size": 2, "kv_cache_bytes": 100}, "engine.kv_cache_bytes is 100; one block takes 8192"),
     ],
 )

@@ -56,10 +56,17 @@ class Linear(Adding, Vocabulary, Protocol):
 
 
 def make_linear(
-    weight_NK: Tensor, bias_N: Tensor | None, device: Device, *, epsilon: float, gated: bool = False
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    device: Device,
+    *,
+    epsilon: float,
+    gated: bool = False,
+    largest_N: Tensor | None = None,
 ) -> Linear:
-    """`epsilon` is the norm's. `gated`: for `normed_silu`. The weight is not kept where another layout is."""
-    weight, scale_N = quantize(weight_NK) if device.quantization == "int8" else (weight_NK, None)
+    """`epsilon` is the norm's. `gated`: for `normed_silu`. `largest_N` is quantize's. The weight is not kept where
+    another layout is."""
+    weight, scale_N = quantize(weight_NK, largest_N) if device.quantization == "int8" else (weight_NK, None)
     if device.kernels is not None and device.kernels.has_linear and weight_NK.dtype == torch.bfloat16:
         return KernelLinear(weight, scale_N, bias_N, device, epsilon, gated)
     if scale_N is None:

@@ -66,6 +66,11 @@ class Checkpoint:
             target.copy_(file.get_slice(name)[tuple(slice(part.first, part.end) for part in parts)])
         self._unread.discard(name)
 
+    def largest(self, name: str) -> Tensor:
+        """Of each row, the largest magnitude; reads all of it."""
+        largest: Tensor = self._file_of[name].get_tensor(name).abs().amax(1)
+        return largest
+
     def skip(self, prefix: str) -> None:
         """Nobody here asks for tensors whose names begin like this."""
         self._unread = {name for name in self._unread if not name.startswith(prefix)}
@@ -132,10 +137,16 @@ class _Loader:
     def linear(
         self, modules: Sequence[str], rows: Sequence[Part], columns: Part, *, bias: bool, gated: bool = False
     ) -> Linear:
-        """Several modules under each other, so that one multiplication does the work of all."""
+        """Several modules under each other, so that one multiplication does the work of all. One alone where a rank has
+        some of the columns."""
         weight = self._stacked(modules, "weight", rows, columns)
         biases = self._stacked(modules, "bias", rows) if bias else None
-        return make_linear(weight, biases, self._device, epsilon=self._config.norm_eps, gated=gated)
+        largest_N = None
+        if columns.size < columns.of and self._device.quantization == "int8":
+            [module] = modules
+            largest_N = self._checkpoint.largest(f"{module}.weight").to(weight)
+        epsilon = self._config.norm_eps
+        return make_linear(weight, biases, self._device, epsilon=epsilon, gated=gated, largest_N=largest_N)
 
     def adding(self, module: str, rows: int, columns: Part, *, bias: bool, mine: Part | None = None) -> Adding:
         if bias:

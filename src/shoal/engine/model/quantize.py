@@ -24,9 +24,11 @@ _PIECE_VALUES = 1 << 20  # widened at once: fewer, and calls cost more than they
 _QUANTIZED_ROWS = 1024  # at once, in float32
 
 
-def quantize(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [N, K], and scales in float32 [N] that bfloat16 holds exactly."""
-    scale_N = weight_NK.abs().amax(1).float().div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+def quantize(weight_NK: Tensor, largest_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 [N, K], and scales in float32 [N] that bfloat16 holds exactly. `largest_N`: of the whole rows, where these
+    are parts of them."""
+    largest_N = weight_NK.abs().amax(1) if largest_N is None else largest_N
+    scale_N = largest_N.float().div(127).clamp_(min=torch.finfo(torch.float32).tiny)
     scale_N = scale_N.bfloat16().float()
     ints_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
     parts = (ints_NK.split(_QUANTIZED_ROWS), weight_NK.split(_QUANTIZED_ROWS), scale_N.split(_QUANTIZED_ROWS))

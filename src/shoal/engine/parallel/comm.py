@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-LIMIT_S = 5.0  # of every wait within a step; a step is planned for at most a tenth of it
+LIMIT_S = 5.0  # of every wait within a step, unless steps are planned for more than a tenth of it
 
 
 class CommError(Exception):

@@ -35,6 +35,7 @@ START_LIMIT_S = 1800.0  # to load a model
 STOPPED_S = 1.5  # a rank that is stopped for so long has failed
 COMMAND = (sys.executable, "-m", "shoal.engine.parallel.rank")
 
+_SECRETS = ("SHOAL_SECRET", "SHOAL_API_KEY")  # which a rank needs none of
 _TICK_S = 0.25
 _EXIT_S = 1.0  # for a process whose socket has closed to leave its exit status
 _END_S = 2.0  # for ranks to end by themselves
@@ -120,6 +121,7 @@ class Group:
         with theirs:
             process = subprocess.Popen(
                 [*command, msgspec.json.encode(arguments).decode()],
+                env={name: value for name, value in os.environ.items() if name not in _SECRETS},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *self.memory.fds),
             )
@@ -187,6 +189,8 @@ class Group:
             other.process.kill()  # a stopped one, too
             other.process.wait()
         self._thread.join(_END_S)
+        for other in self._others:
+            other.pipe.close()
         self.memory.close()
 
     # -- the group's thread --------------------------------------------------------------------------------------------

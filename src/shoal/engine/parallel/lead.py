@@ -31,7 +31,7 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
 
     rank = Rank(
         layout=group.layout,
-        join=partial(join, group.memory, 0),
+        join=partial(join, group.memory, 0, config),
         agree=agree,
         make_runner=partial(runner_of(group.layout), tell=group.tell, cause_of=group.cause_of),
     )

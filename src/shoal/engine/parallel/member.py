@@ -11,9 +11,9 @@ import torch
 from shoal.engine.config import EngineConfig
 from shoal.engine.device import Device, num_cores
 from shoal.engine.model.config import ModelConfig
-from shoal.engine.parallel.comm import Alone, Comms
+from shoal.engine.parallel.comm import LIMIT_S, Alone, Comms
 from shoal.engine.parallel.layout import Layout, Share, Split, stage_of
-from shoal.engine.parallel.shared import Memory
+from shoal.engine.parallel.shared import SPIN_NS, Memory
 
 
 def _alone(device: Device) -> Comms:
@@ -50,10 +50,12 @@ def rank_config(config: EngineConfig, layout: Layout, rank: int) -> EngineConfig
     return replace(config, device=device, threads=max(1, (config.threads or num_cores()) // layout.size))
 
 
-def join(memory: Memory, rank: int, device: Device) -> Comms:
-    """The groups of a rank, once it knows what it computes on."""
+def join(memory: Memory, rank: int, config: EngineConfig, device: Device) -> Comms:
+    """The groups of a rank, once it knows what it computes on. Its waits may last ten times as long as a step."""
+    limit_s = max(LIMIT_S, config.max_step_ms / 100)
     if device.kernels is not None:
-        return memory.comms(rank, device.kernels)
+        spin_ns = SPIN_NS if num_cores() >= memory.layout.size else 0
+        return memory.comms(rank, device.kernels, spin_ns=spin_ns, limit_s=limit_s)
     from shoal.engine.parallel import network  # torch.distributed takes a while to import
 
-    return network.join(memory.layout, rank, device, memory.fds[1])
+    return network.join(memory.layout, rank, device, memory.fds[1], limit_s=limit_s)

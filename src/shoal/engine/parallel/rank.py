@@ -91,7 +91,7 @@ def _serve(arguments: Arguments, memory: Memory, pipe: Pipe) -> None:
     rank = Rank(
         layout=memory.layout,
         number=arguments.rank,
-        join=partial(join, memory, arguments.rank),
+        join=partial(join, memory, arguments.rank, arguments.config),
         agree=agree,
         make_runner=runner_of(memory.layout),
     )
