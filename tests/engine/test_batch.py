@@ -53,6 +53,17 @@ def test_a_slice_takes_its_tokens_from_the_table(table: RequestTable) -> None:
     assert batch.last_rows_R == [3]
 
 
+def test_a_token_that_comes_late_is_dropped_where_its_row_has_another_owner(table: RequestTable) -> None:
+    """Both for an id that left, and for one that left and came back with what it has by then."""
+    build(table, [], [admit("a", 20, (7, 5)), admit("b", 20, (1, 2)), admit("c", 20, (3, 4))], [])
+    places = [(table.rows[name], 20) for name in "abc"]
+    build(table, [], [admit("other", 30, (7, 5)), admit("b", 21, (1, 2))], ["a", "b"])
+    table.store_late(9, places, [71, 72, 73])
+    batch = build(table, [Slice(id, 20, 1, (), -1, True) for id in ("other", "b", "c")], [], [])
+    assert batch.tokens_T.tolist() == [20, 20, 73]
+    assert [table.rows[id].sampled_step for id in ("other", "b", "c")] == [-1, -1, 9]
+
+
 def test_blocks_are_fresh_but_for_those_that_hold_computed_tokens(table: RequestTable) -> None:
     """20 tokens that were found or copied back lie in two blocks, and nobody else's are in the second."""
     hit = admit("back", 40, (7, 8, 9))._replace(computed=20)

@@ -162,7 +162,9 @@ class EngineConfig:
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
-        Meta(ge=1, le=4, description="groups of such processes that have some of the layers each, one after the other"),
+        Meta(
+            ge=1, le=16, description="groups of such processes that have some of the layers each, one after the other"
+        ),
     ] = 1
     steps_in_flight: Annotated[
         int,

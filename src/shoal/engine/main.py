@@ -211,6 +211,11 @@ def _check_ranks(config: EngineConfig, layout: Layout) -> None:
         )
     if config.kv_disk_folder:
         raise ValueError(f"engine.kv_disk_folder is {config.kv_disk_folder!r}; with {layout} there is no disk tier")
+    if config.batch_invariant and layout.cp > 1:
+        raise ValueError(
+            f"engine.batch_invariant is true; with {layout} it is not kept: where ranks share contexts, parts of "
+            "results are merged"
+        )
 
 
 def _disk(runner: Runner, config: EngineConfig) -> Storage | None:

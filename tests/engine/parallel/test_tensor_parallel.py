@@ -89,19 +89,36 @@ def test_without_kernels_ranks_talk_by_torch_distributed(tiny: Path, new_runner:
     assert {id: outcome.tokens for id, outcome in found.items()} == {id: o.tokens for id, o in expected.items()}
 
 
-@pytest.mark.parametrize(("in_flight", "parks"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("axis", "in_flight", "parks"),
+    [
+        ("tensor", 1, True),
+        ("tensor", 2, False),
+        ("pipeline", 3, True),
+        ("context", 1, True),
+    ],
+)
 def test_dis_02_preempted_parked_and_aborted_streams_keep_their_tokens_and_the_journal_its_proofs(
-    tmp_path: Path, new_runner: Callable[..., Any], request: pytest.FixtureRequest, in_flight: int, parks: bool
+    tmp_path: Path,
+    new_runner: Callable[..., Any],
+    request: pytest.FixtureRequest,
+    axis: str,
+    in_flight: int,
+    parks: bool,
 ) -> None:
-    """16 blocks hold a third of what is needed. Who is aborted is the moment's matter; what they had made is not."""
+    """The pool holds a third of what is needed. Who is aborted is the moment's matter; what they had made is not."""
     folder, path = make_tiny_model(tmp_path / "model", **HEADS), tmp_path / "journal"
     one = new_runner(folder)
     num_bytes = 16 * 2 * 2 * 16 * 4 * 16 * 4
     memory = {"kv_cache_bytes": num_bytes, "host_cache_bytes": num_bytes * 3 // 2 * parks}
-    with ranks(folder, tensor_parallel_size=2, **memory) as two:
-        assert (two.num_blocks, two.block_tokens) == (16, 16)
+    with ranks(folder, **{f"{axis}_parallel_size": 2}, **memory) as two:
+        num_blocks, block_tokens = (8, 32) if axis == "context" else (16, 16)
+        assert (two.num_blocks, two.block_tokens) == (num_blocks, block_tokens)
         copier = two.copier if parks else None
-        changes = PARKING if parks else {}
+        changes = {"num_blocks": num_blocks, "block_tokens": block_tokens} | (PARKING if parks else {})
+        changes["num_stages"] = 2 if axis == "pipeline" else 1
+        if parks:
+            changes["num_host_blocks"] = two.host.num_blocks
         num_requests = 500 if request.config.getoption("--full") else 20
         Client(two, in_flight, path, seed=in_flight, num_requests=num_requests, copier=copier, **changes)
         assert two.group.failure is None
@@ -123,13 +140,16 @@ def test_dis_02_preempted_parked_and_aborted_streams_keep_their_tokens_and_the_j
         assert tokens == expected[id].tokens[: len(tokens)], id
 
 
-def test_three_ranks_answer_as_the_default_model_does(request: pytest.FixtureRequest) -> None:
-    """In float32, with prefix hits and chunks."""
+@pytest.mark.parametrize(("tp", "cp", "pp"), [(3, 1, 1), (1, 2, 1), (3, 1, 2), (1, 1, 2), (1, 1, 3), (3, 2, 1)])
+def test_ranks_answer_as_the_default_model_does(request: pytest.FixtureRequest, tp: int, cp: int, pp: int) -> None:
+    """In float32, with prefix hits and chunks. The last three with --full: they are tried with tiny models too."""
+    if (tp, cp, pp) in ((1, 1, 2), (1, 1, 3), (3, 2, 1)) and not request.config.getoption("--full"):
+        pytest.skip("with --full")
     folder = default_model()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rows = [json.loads(line) for line in PARITY.read_text(encoding="utf-8").splitlines()]
-    longest = 4000 if request.config.getoption("--full") else 100
-    rows = [row for row in rows if row["num_prompt_tokens"] <= longest]
+    longest, most = (4000, 99) if request.config.getoption("--full") else (100, 10)
+    rows = [row for row in rows if row["num_prompt_tokens"] <= longest][-most:]
     assert len(rows) > 3
     specs, answers = [], {}
     for number, row in enumerate(rows + rows[:2]):
@@ -137,8 +157,10 @@ def test_three_ranks_answer_as_the_default_model_does(request: pytest.FixtureReq
         greedy = Sampling(temperature=0)
         specs.append(RequestSpec(id=str(number), prompt=prompt, max_tokens=len(row["tokens"]), sampling=greedy))
         answers[str(number)] = row["tokens"]
-    with ranks(folder, tensor_parallel_size=3, kv_cache_bytes=200 << 20, max_model_len=2048) as three:
-        outcomes = run_requests(three, make_scheduler(three, max_prefill_chunk=64), specs)
+    layout = {"tensor_parallel_size": tp, "context_parallel_size": cp, "pipeline_parallel_size": pp}
+    with ranks(folder, **layout, kv_cache_bytes=200 << 20, max_model_len=2048) as several:
+        limits = {"max_prefill_chunk": 64, "num_stages": pp, "max_steps_in_flight": pp}
+        outcomes = run_requests(several, make_scheduler(several, **limits), specs)
     assert {id: outcome.tokens for id, outcome in outcomes.items()} == answers
 
 

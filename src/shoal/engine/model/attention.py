@@ -65,6 +65,5 @@ def make_attention(
     if name == "paged" and (reason := unsupported(config, device)):
         name = "fixed" if device.batch_invariant else "sdpa"
         log.warning("attention.unsupported", {"reason": reason, "instead": name})
-    if shard.count > 1 and device.batch_invariant:
-        raise ValueError("engine.batch_invariant is true; where ranks share contexts (--cp) it cannot be kept")
+    assert shard.count == 1 or not device.batch_invariant
     return ATTENTION[name](config, device, store, norms, shard)

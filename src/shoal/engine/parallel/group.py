@@ -27,6 +27,7 @@ import msgspec
 import psutil
 
 from shoal.engine.config import EngineConfig
+from shoal.engine.parallel.comm import Aborted
 from shoal.engine.parallel.layout import Layout
 from shoal.engine.parallel.messages import CopyDone, Failed, FromRank, Message, Pipe, packed
 from shoal.engine.parallel.shared import Memory
@@ -148,20 +149,24 @@ class Group:
     def hear(self, kind: type[M], limit_s: float) -> list[M]:
         """One message of each other rank. Raises RankFailed."""
         ends_s = time.monotonic() + limit_s
-        heard = []
-        for other in self._others:
-            while True:
-                try:
-                    message = other.said.get(timeout=_TICK_S)
-                    break
-                except queue.Empty:
-                    if time.monotonic() > ends_s:
-                        self._fail(other.rank, f"did not answer within {limit_s:g} s")
-                    if self.failure is not None:
-                        raise self.failure from None
-            assert isinstance(message, kind), f"rank {other.rank} said {message}"
-            heard.append(message)
-        return heard
+        return [self._hear(other, kind, limit_s, ends_s) for other in self._others]
+
+    def hear_from(self, rank: int, kind: type[M], limit_s: float) -> M:
+        """Its next message. Raises RankFailed."""
+        return self._hear(self._others[rank - 1], kind, limit_s, time.monotonic() + limit_s)
+
+    def _hear(self, other: _Other, kind: type[M], limit_s: float, ends_s: float) -> M:
+        while True:
+            try:
+                message = other.said.get(timeout=_TICK_S)
+                break
+            except queue.Empty:
+                if time.monotonic() > ends_s:
+                    self._fail(other.rank, f"did not answer within {limit_s:g} s")
+                if self.failure is not None:
+                    raise self.failure from None
+        assert isinstance(message, kind), f"rank {other.rank} said {message}"
+        return message
 
     def watch(self, on_failure: Callable[[Exception], None]) -> None:
         """It is called once, from any thread: at once where the group has failed already."""
@@ -173,6 +178,10 @@ class Group:
 
     def cause_of(self, error: Exception) -> Exception:
         """What rank 0 is to say when it failed: the first cause, where another rank did before. All end now."""
+        if isinstance(error, Aborted):  # whoever failed has said so, and the thread is about to read it
+            ends_s = time.monotonic() + _EXIT_S
+            while self.failure is None and time.monotonic() < ends_s:
+                time.sleep(0.001)
         self.memory.abort()
         return self.failure or error
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 Axis = Literal["layer", "cp", "pp"]
 AXES: tuple[Axis, ...] = ("layer", "cp", "pp")  # "layer": tp and cp at once
 MAX_RANKS = 64
-MAX_STAGES = 4  # messages that may wait between two ranks (shared.py) are as many as the results that may
 
 
 class Place(NamedTuple):
@@ -67,10 +66,9 @@ class Layout:
         """Raises ValueError naming the values that fit."""
         if self.size > MAX_RANKS:
             raise ValueError(f"{self} makes {self.size} ranks; allowed: at most {MAX_RANKS}")
-        if self.pp > (most := min(model.num_layers, MAX_STAGES)):
+        if self.pp > model.num_layers:
             raise ValueError(
-                f"engine.pipeline_parallel_size is {self.pp}; the model has {model.num_layers} layers: "
-                f"allowed: at most {most}"
+                f"engine.pipeline_parallel_size is {self.pp}; the model has {model.num_layers} layers: allowed: as many"
             )
         heads, kv_heads = model.num_heads, model.num_kv_heads
         fits = [

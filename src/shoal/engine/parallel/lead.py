@@ -10,10 +10,21 @@ from pathlib import Path
 from shoal.core.plan import Copied, KvOp
 from shoal.engine import runner as runners
 from shoal.engine.config import EngineConfig
+from shoal.engine.parallel.comm import LIMIT_S
 from shoal.engine.parallel.group import START_LIMIT_S, Group
+from shoal.engine.parallel.layout import Place
 from shoal.engine.parallel.member import Rank, Room, join, rank_config
-from shoal.engine.parallel.messages import Build, Built, CopiesMeasured, Copy, CopyDone, Loaded, MeasureCopies
-from shoal.engine.parallel.pipeline import runner_of
+from shoal.engine.parallel.messages import (
+    Build,
+    Built,
+    CopiesMeasured,
+    Copy,
+    CopyDone,
+    Loaded,
+    MeasureCopies,
+    Result,
+)
+from shoal.engine.parallel.pipeline import StageRunner
 from shoal.engine.parallel.runner import RankRunner
 from shoal.engine.transfer.copier import Copier as OwnCopier
 
@@ -33,13 +44,21 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
         layout=group.layout,
         join=partial(join, group.memory, 0, config),
         agree=agree,
-        make_runner=partial(runner_of(group.layout), tell=group.tell, cause_of=group.cause_of),
+        make_runner=_runner_of(group),
     )
     runner = runners.load(model_dir, rank_config(config, group.layout, 0), rank)
     assert isinstance(runner, RankRunner)
     group.hear(Built, START_LIMIT_S)
     group.moved_bytes = lambda: runner.moved_bytes
     return runner
+
+
+def _runner_of(group: Group) -> Callable[..., RankRunner]:
+    if group.layout.pp == 1:
+        return partial(RankRunner, tell=group.tell, cause_of=group.cause_of)
+    last = group.layout.rank(Place(0, 0, group.layout.pp - 1))
+    hear = partial(group.hear_from, last, Result, LIMIT_S)
+    return partial(StageRunner, tell=group.tell, cause_of=group.cause_of, hear=hear)
 
 
 class GroupCopier:

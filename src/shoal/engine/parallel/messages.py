@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.plan import Copied, KvOp, StepPlan
+from shoal.core.plan import Copied, KvOp, StepPlan, StepResult
 
 MAX_BYTES = 256 << 20
 SEND_LIMIT_S = 5.0
@@ -76,6 +76,13 @@ class CopiesMeasured(Message, frozen=True, tag="measured"):
     bytes_per_s: float
 
 
+class Result(Message, frozen=True, tag="result"):
+    """Of a step, from the last stage of a pipeline."""
+
+    result: StepResult
+    stage_ns: list[int]  # what each stage computed for
+
+
 class Failed(Message, frozen=True, tag="failed"):
     """It is about to end."""
 
@@ -83,7 +90,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 ToRank = Build | Step | Clear | Copy | MeasureCopies
-FromRank = Loaded | Built | CopyDone | CopiesMeasured | Failed
+FromRank = Loaded | Built | CopyDone | CopiesMeasured | Result | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 

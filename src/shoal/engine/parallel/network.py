@@ -19,9 +19,13 @@ from shoal.engine.device import Device
 from shoal.engine.parallel.comm import LIMIT_S, Alone, Comm, CommError, Comms
 from shoal.engine.parallel.layout import AXES, Layout
 
+JOIN_LIMIT_S = 60.0  # some ranks may start later than others
+
 
 def join(layout: Layout, rank: int, device: Device, store: int, *, limit_s: float = LIMIT_S) -> Comms:
-    """`store`: descriptor of the file. Returns when all ranks have come; once in a process."""
+    """`store`: descriptor of the file. Returns when all ranks have come. What this process joined before is over."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if device.is_cuda:
         torch.cuda.set_device(device.torch_device)
     else:
@@ -31,13 +35,15 @@ def join(layout: Layout, rank: int, device: Device, store: int, *, limit_s: floa
         store=dist.FileStore(f"/proc/self/fd/{store}", layout.size),
         rank=rank,
         world_size=layout.size,
-        timeout=timedelta(seconds=limit_s),
+        timeout=timedelta(seconds=JOIN_LIMIT_S),
     )
     comms: dict[str, Comm] = {}
     for axis in AXES:
         comms[axis] = Alone()
         for ranks in layout.groups(axis):
-            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None  # by every rank, in one order
+            group = None
+            if len(ranks) > 1:  # by every rank, in one order
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=limit_s))
             if group is not None and rank in ranks:
                 comms[axis] = Network(group, ranks, rank, device)
     return Comms(**comms)

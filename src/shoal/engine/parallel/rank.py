@@ -27,6 +27,7 @@ from shoal.engine.parallel.messages import (
     Loaded,
     MeasureCopies,
     Pipe,
+    Result,
     Step,
     ToRank,
 )
@@ -77,7 +78,7 @@ def _say_why(pipe: Pipe, error: Exception) -> None:
 def _serve(arguments: Arguments, memory: Memory, pipe: Pipe) -> None:
     from shoal.engine import runner as runners
     from shoal.engine.parallel.member import Rank, Room, join, rank_config
-    from shoal.engine.parallel.pipeline import runner_of
+    from shoal.engine.parallel.pipeline import StageRunner
     from shoal.engine.parallel.runner import RankRunner
     from shoal.engine.process import calm_collector
     from shoal.engine.transfer.copier import Copier
@@ -93,7 +94,7 @@ def _serve(arguments: Arguments, memory: Memory, pipe: Pipe) -> None:
         number=arguments.rank,
         join=partial(join, memory, arguments.rank, arguments.config),
         agree=agree,
-        make_runner=runner_of(memory.layout),
+        make_runner=StageRunner if memory.layout.pp > 1 else RankRunner,
     )
     config = rank_config(arguments.config, memory.layout, arguments.rank)
     runner = runners.load(Path(arguments.model_dir), config, rank)
@@ -115,7 +116,9 @@ def _serve(arguments: Arguments, memory: Memory, pipe: Pipe) -> None:
             assert message.number == num_steps, f"step {message.number} follows {num_steps - 1}"
             runner.take(message.sampled)
             runner.launch(message.plan)
-            runner.collect()
+            result = runner.collect()
+            if isinstance(runner, StageRunner) and runner.reports and message.plan.slices:
+                pipe.send(Result(result, runner.step_ns))
         elif isinstance(message, Clear):
             runner.clear(message.blocks)
         elif isinstance(message, Copy):

@@ -19,6 +19,7 @@ from shoal.engine.parallel.messages import Clear, Step
 from shoal.engine.runner import Runner
 
 Tell = Callable[[Step | Clear], None]
+Sampled = list[tuple[int, list[int]]]  # by step, in the order of its slices
 
 
 class RankRunner(Runner):
@@ -47,18 +48,18 @@ class RankRunner(Runner):
     def launch(self, plan: StepPlan) -> None:
         if self._tell is not None:
             self._num_steps += 1
-            self._tell(Step(self._num_steps, replace(plan, ops=[], fetches=[]), self._heard()))
+            self._tell(Step(self._num_steps, replace(plan, ops=[], fetches=[]), self._untold()))
         try:
             super().launch(plan)
         except CommError as error:
             raise self._cause_of(error) from None
 
-    def take(self, sampled: list[tuple[int, list[int]]]) -> None:
-        """Of Step, before its plan is launched."""
+    def take(self, sampled: Sampled) -> None:
+        """What a Step says beside its plan; before that is launched."""
         assert not sampled
 
-    def _heard(self) -> list[tuple[int, list[int]]]:
-        """`sampled` of the next Step."""
+    def _untold(self) -> Sampled:
+        """What the next Step is to say beside its plan."""
         return []
 
     def clear(self, blocks: list[int]) -> None:
