@@ -6,7 +6,8 @@
 Whole services, float32, a Llama of SmolLM2's size whose heads two ranks can share (models.py); 16 concurrent short
 chats with prompts of their own, so that no prefix cache helps. Whoever is idle is stopped. Each round measures every
 layout once, one right after the other; figures are medians over rounds, ratios medians of the rounds' ratios.
-Bytes: what rank 0 of an engine gave to its other ranks, by tokens that came out; prompts are part of it.
+Bytes: what rank 0 of an engine gave to its other ranks, by tokens that came out; prompts are part of it. Bubble: of the
+time that a load took, warm-up, first prompts and last answers included, what a pipeline's stages did not compute in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -56,6 +58,7 @@ class Measured(NamedTuple):
     ttft_ms: float
     tpot_ms: float
     bytes_per_token: float
+    bubble: float  # of the stages' time, what none of them computed in; 0: there are no stages
 
     def __str__(self) -> str:
         return f"{self.tokens_per_s:.1f} tokens/s, TTFT P50 {self.ttft_ms:.0f} ms, TPOT P50 {self.tpot_ms:.1f} ms"
@@ -73,26 +76,30 @@ class Service:
     def measure(self, load: Schedule) -> Measured:
         self.server.resume()
         asyncio.run(self.server.until_it_answers(AWAKE_LIMIT_S))
-        before = self._counts()
+        before, began = self._counts(), time.perf_counter()
         result = asyncio.run(run(self.target, load))
-        sent, tokens = (after - earlier for after, earlier in zip(self._counts(), before, strict=True))
+        took_s = time.perf_counter() - began
+        sent, tokens, *busy_s = (after - earlier for after, earlier in zip(self._counts(), before, strict=True))
         self.server.pause()
         if trouble := result.errors() or result.wrong_lengths():
             raise SystemExit(f"{self.server.name}: {trouble}\n{self.server.last_words()}")
         figures = result.figures()
         ttft, tpot = figures["ttft_ms"]["p50"], figures["tpot_ms"]["p50"]
-        return Measured(figures["output_tokens_per_s"], ttft, tpot, sent / tokens if tokens else 0.0)
+        bubble = 1 - sum(busy_s) / len(busy_s) / took_s if busy_s else 0.0
+        return Measured(figures["output_tokens_per_s"], ttft, tpot, sent / tokens if tokens else 0.0, bubble)
 
-    def _counts(self) -> tuple[float, float]:
-        """Of all engines: bytes that ranks sent, and tokens."""
+    def _counts(self) -> list[float]:
+        """Of all engines: bytes that ranks sent, and tokens; seconds that each stage of a pipeline computed for."""
         log = self._log.read_text(encoding="utf-8", errors="replace")
         sent = tokens = 0.0
+        busy_s: list[float] = []
         for url in re.findall(r"engine\.serving .*metrics=(\S+)", log):
             with urllib.request.urlopen(url, timeout=5) as answer:
                 text = answer.read().decode()
             sent += _value(text, "rank_sent_bytes_total")
             tokens += _value(text, "generation_tokens_total")
-        return sent, tokens
+            busy_s += map(float, re.findall(r"^shoal:stage_busy_seconds_total\{.*\} (\S+)$", text, re.MULTILINE))
+        return [sent, tokens, *busy_s]
 
 
 def _value(text: str, name: str) -> float:
@@ -173,8 +180,8 @@ def show(report: Report, found: dict[str, list[Measured]]) -> None:
     }
     for name, runs in found.items():
         figures = [median(values) for values in zip(*runs, strict=True)]
-        rows.append((name, *figures[:3], figures[3] / 1e3, ratios[name]))
-    columns = ("layout", "tokens/s", "TTFT P50 ms", "TPOT P50 ms", "KB moved per token", "tokens/s by one process'")
+        rows.append((name, *figures[:3], figures[3] / 1e3, f"{figures[4]:.0%}", ratios[name]))
+    columns = ("layout", "tokens/s", "TTFT P50 ms", "TPOT P50 ms", "KB moved per token", "bubble", "by one process'")
     report.table(f"{CONCURRENCY} concurrent, {len(found[ONE])} rounds", columns, rows)
     for name, least in TARGETS.items():
         ratio = round(ratios[name], 2)

@@ -69,7 +69,9 @@ def test_the_layout_is_shown_and_what_ranks_send() -> None:
     assert registry.get_sample_value("shoal:layout_info", {"tp": "1", "cp": "1", "pp": "1"}) == 1
     assert registry.get_sample_value("shoal:rank_sent_bytes_total") is None
     registry = CollectorRegistry()
-    ranks: Any = SimpleNamespace(layout=Layout(tp=2, pp=3), moved_bytes=lambda: 4096)
+    ranks: Any = SimpleNamespace(layout=Layout(tp=2, pp=3), moved_bytes=lambda: 4096, stage_ns=lambda: [10**9, 0, 7])
     registry.register(EngineCollector(server, ranks=ranks))
     assert registry.get_sample_value("shoal:layout_info", {"tp": "2", "cp": "1", "pp": "3"}) == 1
     assert registry.get_sample_value("shoal:rank_sent_bytes_total") == 4096
+    assert registry.get_sample_value("shoal:stage_busy_seconds_total", {"stage": "0"}) == 1
+    assert registry.get_sample_value("shoal:stage_busy_seconds_total", {"stage": "2"}) == 7e-9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -81,6 +81,7 @@ class Ranks(Protocol):
 
     layout: Layout
     moved_bytes: Callable[[], int]
+    stage_ns: Callable[[], Sequence[int]]
 
 
 class EngineCollector(Collector):
@@ -126,6 +127,11 @@ def _of_ranks(ranks: Ranks | None) -> Iterator[Metric]:
     if ranks is not None:
         text = "bytes that the first process of the engine gave to its others in steps"
         yield CounterMetricFamily("shoal:rank_sent_bytes", text, ranks.moved_bytes())
+        text = "seconds that each stage of the pipeline computed for; of the time that passes, the rest is bubble"
+        busy = CounterMetricFamily("shoal:stage_busy_seconds", text, labels=["stage"])
+        for stage, ns in enumerate(ranks.stage_ns()):
+            busy.add_metric([str(stage)], ns / 1e9)
+        yield busy
 
 
 def _gauges(view: View) -> Iterator[Metric]:

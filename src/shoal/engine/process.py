@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ class Ranks(Protocol):
 
     layout: Layout
     moved_bytes: Callable[[], int]
+    stage_ns: Callable[[], Sequence[int]]
 
     def watch(self, on_failure: Callable[[Exception], None]) -> None: ...
 

@@ -90,6 +90,7 @@ class Group:
         self.memory = Memory(layout)
         self.failure: RankFailed | None = None
         self.moved_bytes: Callable[[], int] = int  # that rank 0 gave to others
+        self.stage_ns: Callable[[], Sequence[int]] = list  # that each stage of a pipeline computed for
         self.on_copied: Callable[[int, CopyDone], None] = lambda rank, done: None
         self._lock = threading.Lock()
         self._on_failure: Callable[[Exception], None] | None = None

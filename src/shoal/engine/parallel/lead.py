@@ -50,6 +50,8 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
     assert isinstance(runner, RankRunner)
     group.hear(Built, START_LIMIT_S)
     group.moved_bytes = lambda: runner.moved_bytes
+    if isinstance(runner, StageRunner):
+        group.stage_ns = lambda: runner.stage_ns
     return runner
 
 

@@ -1,7 +1,7 @@
 """What rank 0 and the other ranks say to each other: typed msgpack, each behind its length, over a pair of sockets.
 
-A plan is a few kilobytes and is written once for all ranks. Measured (bench/allreduce.py): it is there sooner than through
-shared memory, an idle rank sleeps, and the system itself tells both ends when the other one is gone.
+A plan is a few kilobytes and is written once for all ranks. Measured (bench/allreduce.py): it is there sooner than
+through shared memory, an idle rank sleeps, and the system itself tells both ends when the other one is gone.
 """
 
 from __future__ import annotations
