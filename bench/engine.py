@@ -64,12 +64,8 @@ class Engine:
         self.runner: Any = parts.runner
         self.limits = parts.scheduler.limits
         self.cost = parts.scheduler.cost.coefficients  # of the warm-up
-        self._group = parts.group
+        self.close = parts.closing
         calm_collector()
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
 
     def scheduler(self, limits: Limits) -> Scheduler:
         """A new one, which knows of costs what the warm-up told; the runner forgets what another one left."""

@@ -84,6 +84,7 @@ class LLM:
     def close(self) -> None:
         """Give up what still runs. Idempotent."""
         self._steps.stop(CLOSE_S)
+        self._thread.join(CLOSE_S)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None) -> list[Output]:
         """Continue each prompt (text, or token ids); outputs in the order of the prompts.
@@ -163,6 +164,8 @@ class LLM:
         except BaseException as error:
             loaded.set_exception(error)
             return
+        if parts.group is not None:
+            parts.group.watch(steps.fail)
         loaded.set_result((steps, parts.info.max_model_len))
         steps.run()
         parts.closing()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.config import ConfigError
@@ -55,6 +56,15 @@ def test_more_may_be_asked_at_once_than_a_service_could_promise_to_begin_soon(fo
     with LLM(str(folder), dtype="float32", threads=1, kv_cache_bytes=5 * 8192) as small:
         outputs = small.generate([[5, 6, 7] * 5] * 40, SamplingParams(max_tokens=60, ignore_eos=True))
     assert [len(output.choices[0].token_ids) for output in outputs] == [60] * 40
+
+
+def test_several_ranks_answer_alike_and_are_gone_afterwards(llm, folder):
+    with LLM(str(folder), dtype="float32", tensor_parallel_size=2, kv_cache_bytes=1 << 20) as two:
+        ranks = psutil.Process().children()
+        assert len(ranks) == 1
+        texts = [output.choices[0].text for output in two.generate(PROMPTS, GREEDY)]
+    assert texts == [output.choices[0].text for output in llm.generate(PROMPTS, GREEDY)]
+    assert not any(rank.is_running() for rank in ranks)
 
 
 def test_token_ids_are_a_prompt_too(llm):

@@ -145,6 +145,12 @@ def _build(
     on_disk = disk.held() if disk else []
     scheduler = Scheduler(limits, hash_root=runner.hash_root, cost=cost, on_disk=on_disk)
     planner, close = _recorded(scheduler, config.journal, runner.hash_root, on_disk)
+
+    def closing() -> None:
+        if group is not None:
+            group.close()
+        close()
+
     return Parts(
         runner=runner,
         scheduler=planner,
@@ -163,7 +169,7 @@ def _build(
         ),
         group=group,
         costs=lambda: cost.coefficients,
-        closing=close,
+        closing=closing,
     )
 
 

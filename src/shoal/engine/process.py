@@ -46,10 +46,6 @@ class Ranks(Protocol):
 
     def watch(self, on_failure: Callable[[Exception], None]) -> None: ...
 
-    def cause_of(self, error: Exception) -> Exception: ...
-
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -63,7 +59,7 @@ class Parts:
     peers: Peers | None = None  # where blocks are fetched from other engines, and lent
     group: Ranks | None = None  # where there are other ranks
     costs: Callable[[], tuple[float, ...]] = tuple
-    closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more
+    closing: Callable[[], None] = field(default=lambda: None)  # called when no step can run any more; ends the others
 
 
 def calm_collector() -> None:
@@ -246,10 +242,8 @@ class Engine:
         parts = self._loaded.result()[1]
         still = parts.peers is None or await parts.peers.close(_END_S)
         self.stuck = not await asyncio.to_thread(steps.stop, _END_S)
-        if parts.group is not None:
-            await asyncio.to_thread(parts.group.close)
         if not self.stuck:
-            parts.closing()
+            await asyncio.to_thread(parts.closing)
         self.stuck |= not still
         log.info("engine.stopped", {"stuck": self.stuck})
 
