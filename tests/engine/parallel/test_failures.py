@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -73,9 +74,9 @@ class Streams:
 
 
 @contextmanager
-def streams(folder: Path, how: str = "", *, idle: bool = False) -> Iterator[tuple[Streams, Ranks]]:
+def streams(folder: Path, how: str = "", *, idle: bool = False, **settings: Any) -> Iterator[tuple[Streams, Ranks]]:
     command = (sys.executable, "-m", "tests.support.bad_rank", how, str(BAD_STEP))
-    with ranks(folder, command=command, tensor_parallel_size=2) as two:
+    with ranks(folder, command=command, tensor_parallel_size=2, **settings) as two:
         made = Streams(two)
         if not idle:
             made.begin()
@@ -103,6 +104,13 @@ def test_f12_a_rank_that_is_killed_or_stopped(
         assert four.endings == ([] if idle else [Finish.ERROR] * 4)
     told = [record.args for record in caplog.records if record.message == "engine.rank_failed"]
     assert len(told) == 1 and told[0]["rank"] == 1 and cause in told[0]["cause"]  # type: ignore[index, call-overload]
+
+
+def test_f12_without_kernels_a_rank_that_is_killed(tiny: Path) -> None:
+    with streams(tiny, kernels="off") as (four, two):
+        os.kill(two.group.pids[0], signal.SIGKILL)
+        assert four.over.wait(HEALTH_S)
+        assert "was killed by SIGKILL" in str(four.failed[0])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shoal.engine.device import Device
-from shoal.engine.parallel.comm import LIMIT_S, Alone, Comm, CommError, Comms
+from shoal.engine.parallel.comm import LIMIT_S, Aborted, Alone, Comm, CommError, Comms
 from shoal.engine.parallel.layout import AXES, Layout
 
 JOIN_LIMIT_S = 60.0  # some ranks may start later than others
@@ -108,4 +108,7 @@ class Network:
 
 def _failure(error: RuntimeError) -> CommError:
     """gloo's own words name no rank."""
-    return CommError(f"another rank did not come, or is gone: {str(error).splitlines()[0]}")
+    words = str(error).splitlines()[0]
+    if "timed out" in words.lower() or "timeout" in words.lower():
+        return CommError(f"another rank did not come to where it was waited for: {words}")
+    return Aborted(f"another rank is gone: {words}")
