@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from shoal import config as configuration
-from shoal.cli.options import flag, plain
+from shoal.cli.options import SHORT, flag, plain
 from tests.support.command import flat, shoal, shoal_here
 
 COMMANDS = ("serve", "pull", "chat", "generate", "batch", "status", "role", "config", "plan", "key")
@@ -50,7 +50,8 @@ def test_every_field_of_the_configuration_is_an_option_with_bounds_and_default(c
     assert done.returncode == 0
     for row in configuration.rows():
         if row.section in sections and row.name != "model.name":
-            shown = flat(done.stdout.split(f"  {flag(row.name)} ")[1].split("\n  --")[0])
+            names = ", ".join(filter(None, (flag(row.name), SHORT.get(row.name))))
+            shown = flat(done.stdout.split(f"  {names} ")[1].split("\n  --")[0])
             assert row.description in shown
             assert f"default: {plain(row.default)}]" in shown
             assert row.kind not in (int, float) or row.bounds in shown
