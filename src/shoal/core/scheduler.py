@@ -53,7 +53,7 @@ from shoal.core.plan import (
 from shoal.core.progress import NEVER_NS, Request, State
 from shoal.core.request import Finish, Refusal, RequestSpec
 from shoal.core.stepcost import Features, StepCost
-from shoal.core.urgency import LEAST_SHARE, Hurry, Leeway, worth
+from shoal.core.urgency import Hurry, Leeway, late_ns, worth
 
 
 @dataclass(slots=True)
@@ -233,13 +233,16 @@ class Scheduler:
         if room.fit(decodes, max(1, limit_ns), part.wanted_ns) == len(decodes):
             return decodes, room.max_ns
         decodes = sorted(decodes, key=lambda each: (each.service.rank, each.token_due_ns, each.served_ns, each.order))
-        rank = min(
-            [one.service.rank for one in (*decodes, *(one for one, _, _ in prompts)) if one.token_due_ns == due_ns]
-        )
-        urgent_ns = room.time_with([each for each in decodes if each.service.rank <= rank])
-        # Late as it may be, a token does not keep all others waiting; a prompt does.
-        least_ns = urgent_ns if prompts else int(urgent_ns * (1.0 + LEAST_SHARE))
-        return decodes, min(room.max_ns, max(least_ns, limit_ns))
+        limit_ns = room.max_ns
+        waiting = [*decodes, *(one for one, _, _ in prompts)]
+        for rank in sorted({each.service.rank for each in waiting})[:-1]:
+            first = min([each for each in waiting if each.service.rank == rank], key=lambda each: each.token_due_ns)
+            urgent_ns = room.time_with([each for each in decodes if each.service.rank <= rank])
+            # Late as it may be, a token does not keep all others waiting; a prompt does.
+            least_ns = urgent_ns if prompts else late_ns(urgent_ns, first.tpot_ns)
+            left_ns = min(room.max_ns, (first.token_due_ns - now_ns) // self.limits.num_stages) - prompts_ns
+            limit_ns = min(limit_ns, max(least_ns, left_ns))
+        return decodes, limit_ns
 
     def _urgent_prompts(self, rank: int, behind: list[Request]) -> list[tuple[Request, int, int]]:
         """Those above this rank that could get a chunk in this step, the position of its first token and how many."""

@@ -10,7 +10,17 @@ MOST_URGENT = 4.0  # times as much as one that has all its time left
 STALL_TOKENS = 8  # after a preemption, so many token intervals are the time within which the next token is due
 RECENT_NS = 10_000_000_000
 NO_RANK = 1 << 30  # behind all
-LEAST_SHARE = 0.75  # chunks may add so much to a step of decodes, even where these are late already
+LEAST_SHARE = 0.75  # others may add so much to a step of decodes, even where these are late already ...
+CATCH_UP = 0.8  # ... but if they can catch up, no more than leaves the step this part of the time that a token may take
+
+
+def late_ns(first_ns: int, tpot_ns: int) -> int:
+    """How long a step may become for the sake of the less urgent, where tokens are late. `first_ns`: without these;
+    `tpot_ns`: the late one's target, 0: none."""
+    shared_ns = int(first_ns * (1.0 + LEAST_SHARE))
+    if first_ns >= tpot_ns:
+        return shared_ns
+    return min(shared_ns, max(first_ns, int(CATCH_UP * tpot_ns)))
 
 
 def worth(request: Request, now_ns: int, takes_ns: int) -> float:
@@ -82,11 +92,16 @@ class Leeway:
         return found
 
     def _limit_ns(self, rank: int) -> int:
-        due_ns = min([each.token_due_ns for each in self._decodes if each.service.rank <= rank], default=NEVER_NS)
-        left_ns = (due_ns - self._now_ns) // self._num_stages
+        decodes = [each for each in self._decodes if each.service.rank <= rank]
+        first = min(decodes, key=lambda each: each.token_due_ns, default=None)
+        left_ns, least_ns = NEVER_NS, self._least_ns
+        if first is not None:
+            left_ns = (first.token_due_ns - self._now_ns) // self._num_stages
+            if first.service.rank < rank:
+                least_ns = min(self._max_ns, late_ns(self._decodes_ns, first.tpot_ns))
         if hurry_ns := self._hurry.ttft_ns(rank, self._now_ns):
             left_ns = min(left_ns, hurry_ns // 2)
-        left_ns, least_ns = min(left_ns, self._max_ns), self._least_ns
+        left_ns = min(left_ns, self._max_ns)
         if rank > self._first_rank:
             left_ns, least_ns = min(left_ns, self._first_due_ns - self._now_ns), self._decodes_ns
         return max(least_ns, left_ns)
