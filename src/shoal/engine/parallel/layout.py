@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from shoal.planner.layouts import equal_stages
+
 if TYPE_CHECKING:
     from shoal.engine.config import EngineConfig
     from shoal.engine.model.config import ModelConfig
@@ -148,20 +150,10 @@ class Stage(NamedTuple):
 def stage_of(model: ModelConfig, index: int, of: int) -> Stage:
     """Stages that take alike long for tokens that are decoded: the output matrix counts as much as it is large, and the
     embedding, of which a row is looked up, nothing."""
-    if of == 1:
-        return Stage(0, 1, 0, model.num_layers)
     heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
     layer = model.hidden_size * (2 * (heads + kv_heads) * dim + 3 * model.intermediate_size)
-    output = model.hidden_size * model.vocab_size
-
-    def slowest(last: int) -> tuple[int, int]:
-        """`last`: layers of the last stage."""
-        others = -(-(model.num_layers - last) // (of - 1))
-        return max(others * layer, last * layer + output), -last
-
-    last = min(range(1, model.num_layers - of + 2), key=slowest)
-    borders = [(model.num_layers - last) * stage // (of - 1) for stage in range(of)] + [model.num_layers]
-    return Stage(index, of, borders[index], borders[index + 1])
+    mine = equal_stages(model.num_layers, layer, model.hidden_size * model.vocab_size, of)[index]
+    return Stage(index, of, mine.start, mine.stop)
 
 
 class Share(NamedTuple):
