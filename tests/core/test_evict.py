@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 import pytest
 
-from shoal.core.kv import lookahead
+from shoal.core.kv import worth
 from shoal.core.kv.blocks import BlockPool
 from shoal.core.kv.evict import ORDERS, LeastRecentlyUsed, Order, S3Fifo
 from shoal.core.kv.lookahead import LookAhead
 from shoal.core.kv.prefix import Chain, Entry, PrefixIndex
+from shoal.core.kv.worth import Worths
 
 
 class Pool:
@@ -27,7 +29,7 @@ class Pool:
         links = Chain(b"s")
         hits = self.index.match(links, list(tokens), len(tokens))
         count = len(hits)
-        table = self.pool.acquire(hits)
+        table = self.pool.acquire(hits, links.beyond_hits(list(tokens), 1, len(tokens)))
         table += self.pool.allocate(len(tokens) - count)
         links.adopt(hits)
         self.index.extend(links, list(tokens), table, len(tokens))
@@ -67,7 +69,7 @@ def test_of_a_prefix_the_end_goes_before_the_start_and_only_what_nobody_holds(na
             tables.append(table)
         if tables and chance.random() < 0.2:
             prefix = [entry for entry in map(world.index.at, chance.choice(tables)) if entry is not None]
-            tables.append(pool.acquire(prefix, used=False))
+            tables.append(pool.acquire(prefix))
         pool.check(tables)
         assert len(order) == len(list(order)) == pool.num_cached
     for table in tables:
@@ -84,12 +86,61 @@ def one_off(number: int, length: int = 4) -> list[int]:
     return [1000 + number, *range(100_000, 100_000 + length - 1)]
 
 
-def test_as_long_as_nothing_came_back_lookahead_is_lru() -> None:
-    worlds = [Pool(40, make) for make in (LeastRecentlyUsed, LookAhead)]
-    for number in range(200):
-        for world in worlds:
-            assert world.serve(one_off(number, 1 + number % 7)) == 0
-        assert {entry.key for entry in worlds[0].index} == {entry.key for entry in worlds[1].index}
+def random_load(seed: int, worlds: Sequence[Pool], num: int) -> Iterator[list[int]]:
+    """Conversations that share beginnings, go on or do not, several at a time; the hits of each turn in the worlds."""
+    chance = random.Random(seed)
+    histories, running = list[list[int]](), list[list[list[int]]]()
+    numbers = count(1000)
+    for _ in range(num):
+        if (running and chance.random() < 0.5) or len(running) > 2:
+            tables = running.pop(chance.randrange(len(running)))
+            for world, table in zip(worlds, tables, strict=True):
+                world.pool.release(table)
+        if histories and chance.random() < 0.6:
+            place = int(chance.random() ** 2 * len(histories))
+            history = histories.pop(-1 - place)
+        else:
+            history = [chance.randrange(3)] * chance.randrange(3)
+        history += [next(numbers) for _ in range(chance.randrange(1, 8))]
+        histories = [*histories[-40:], history]
+        if len(history) > 30:
+            histories.pop()
+        entered = [world.enter(history) for world in worlds]
+        running.append([table for table, _ in entered])
+        yield [hits for _, hits in entered]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_until_worth_is_clearly_ahead_lookahead_is_lru(seed: int) -> None:
+    lru, world = worlds = [Pool(130, make) for make in (LeastRecentlyUsed, LookAhead)]
+    num_hits = num_steps = 0
+    for hits in random_load(seed, worlds, 1500):
+        if world.order.by_worth:  # type: ignore[attr-defined]
+            break
+        num_hits, num_steps = num_hits + hits[0], num_steps + 1
+        assert hits[0] == hits[1]
+        assert {entry.key for entry in lru.index} == {entry.key for entry in world.index}
+    assert num_steps > 100 and num_hits > 500
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.interpreted
+def test_whatever_it_does_it_knows_what_lru_would_have_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lru, world = worlds = [Pool(130, make) for make in (LeastRecentlyUsed, LookAhead)]
+    order = world.order
+    assert isinstance(order, LookAhead)
+    order.by_worth = True
+    more = list[int]()
+    monkeypatch.setattr(order, "_compare", lambda by_age, by_worth: more.append(by_worth - by_age))
+    differences = 0
+    for by_age, by_worth in random_load(seed, worlds, 1500):
+        order._follow()
+        assert order._if_by_age.size == lru.pool.num_cached
+        assert order._if_by_worth.size == world.pool.num_cached
+        assert sum(more) == by_worth - by_age
+        more.clear()
+        differences += by_age != by_worth
+    assert differences > 50
 
 
 def hits_in_a_scan(make: Callable[[int], Order]) -> int:
@@ -120,13 +171,30 @@ def test_lookahead_keeps_some_through_a_pause_that_is_too_long_for_all() -> None
     assert hits_in_a_loop(LookAhead) >= 0.2 * 200 * 8
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_when_what_lookahead_found_more_is_lost_again_it_goes_back_to_lru(seed: int) -> None:
+    """A loop that is too long for the pool until it goes by worth; then what was used last comes back first."""
+    world = Pool(128, LookAhead)
+    order = world.order
+    assert isinstance(order, LookAhead)
+    for turn in count():
+        if order.by_worth:
+            break
+        world.serve([turn % 29] * 8)
+        assert turn < 100
+    assert any(not order.by_worth for _ in random_load(seed, [world], 3000))
+    oldest = next(iter(order._real.runs))
+    entry = oldest.entries[-1]
+    assert order.pop() is entry, "what it held stays; the oldest goes now"
+
+
 def test_what_many_prompts_begin_with_and_what_follows_are_of_different_kinds() -> None:
     world = Pool(100, LookAhead)
     for number in range(5):
         world.serve([1, 2, 3, 10 + number, 20 + number])
     runs = {entry.tokens[0]: entry.run for entry in world.index}
     assert runs[1] is runs[3] and runs[24] is runs[14] is not runs[1]
-    assert runs[1] is not None and runs[14] is not None and runs[1].kind >= lookahead.NUM_USES > runs[14].kind
+    assert runs[1] is not None and runs[14] is not None and runs[1].kind >= worth.NUM_USES > runs[14].kind
 
 
 def test_a_conversation_is_of_one_kind_and_keeps_it_when_it_was_given_up() -> None:
@@ -146,33 +214,33 @@ def test_blocks_that_are_copied_or_lent_are_not_used() -> None:
     world = Pool(10, LookAhead)
     world.serve(range(4))
     entries = sorted(world.index, key=lambda entry: entry.tokens)
-    world.pool.release(world.pool.acquire(entries, used=False))
-    assert [entry.uses for entry in entries] == [0] * 4
     world.pool.release(world.pool.acquire(entries))
+    assert [entry.uses for entry in entries] == [0] * 4
+    world.pool.release(world.pool.acquire(entries, ()))
     assert [entry.uses for entry in entries] == [1] * 4
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_worth_of_a_block_is_that_of_the_best_time_to_keep_it(seed: int) -> None:
     chance = random.Random(seed)
-    used = [chance.choice((0.0, 1.0, chance.uniform(0, 30))) for _ in range(lookahead.NUM_AGES)]
+    used = [chance.choice((0.0, 1.0, chance.uniform(0, 30))) for _ in range(worth.NUM_AGES)]
     num_released = sum(used) + chance.uniform(0, 100)
-    worths = lookahead._worths(num_released, used, [0.0] * len(used), doubt=0.0)
-    for age, worth in enumerate(worths):
+    worths = worth._worths(num_released, used, [0.0] * len(used), doubt=0.0)
+    for age, found in enumerate(worths):
         best, uses, time = 0.0, 0.0, 0.0
         for place in range(age, len(used)):
             left = num_released - sum(used[:place]) - used[place] / 2
-            uses, time = uses + used[place], time + max(1e-9, left) * lookahead._WIDTHS[place]
+            uses, time = uses + used[place], time + max(1e-9, left) * worth._WIDTHS[place]
             best = max(best, uses / time)
-        assert worth == pytest.approx(best)
+        assert found == pytest.approx(best)
 
 
 def test_ages_are_told_apart_by_twos_for_each_doubling() -> None:
-    order = LookAhead(lookahead.POOL_UNITS)  # an age is a block
-    order._now = 1000
-    bounds = [order._age(1000 - age) for age in range(400)]
-    widths = [bounds.count(age) for age in range(lookahead.NUM_AGES - 1)]
-    assert bounds == sorted(bounds) and widths == lookahead._WIDTHS[:-1] and bounds[-1] == lookahead.NUM_AGES - 1
+    worths = Worths(worth.POOL_UNITS)  # an age is a block
+    worths.now = 1000
+    bounds = [worths.age(1000 - age) for age in range(400)]
+    widths = [bounds.count(age) for age in range(worth.NUM_AGES - 1)]
+    assert bounds == sorted(bounds) and widths == worth._WIDTHS[:-1] and bounds[-1] == worth.NUM_AGES - 1
 
 
 def test_s3fifo_keeps_what_was_used_twice_and_remembers_what_it_gave_up() -> None:

@@ -65,7 +65,7 @@ def test_matches_and_evictions_equal_the_naive_ones(seed: int) -> None:
         assert [entry.block for entry in hits] == naive.match(scope, tokens, most)
         num_new = -(-len(tokens) // SIZE) - len(hits)
         if num_new + pool.num_cached_of(hits) <= pool.num_available:
-            table = pool.acquire(hits)
+            table = pool.acquire(hits, ())
             naive.unused = [block for block in naive.unused if block not in table]
             num_evicted = max(0, num_new - pool.num_free)
             new = pool.allocate(num_new)

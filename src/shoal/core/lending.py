@@ -31,7 +31,7 @@ class Lending:
         room = self._most - sum(map(len, self._leases.values())) - len(before)
         found = found[: max(0, room)]
         # Whoever holds a block holds those before it too: of a prefix, its end is given up first.
-        self._leases[lease] = self._tables.pool.acquire(before + found, used=False) if found else []
+        self._leases[lease] = self._tables.pool.acquire(before + found) if found else []
         return [entry.block for entry in found]
 
     def unlend(self, lease: int) -> None:

@@ -11,7 +11,7 @@ MIN_WAIT_TURNS = 8  # a waiting bound shorter than so many turns cannot be promi
 
 Composer = Literal["value", "fcfs", "static"]
 Preemption = Literal["auto", "swap", "recompute"]
-Eviction = Literal["lru", "lookahead", "s3fifo"]  # kv/evict.py
+Eviction = Literal["lookahead", "lru", "s3fifo"]  # kv/evict.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Limits:
     max_prefill_chunk: int = 1536  # most tokens of one request in a step; 0: no cap
     max_step_ns: int = 500_000_000  # no step is planned longer, unless one token alone takes that long
     prefix_caching: bool = True
-    eviction: Eviction = "lru"  # which cached block goes first
+    eviction: Eviction = "lookahead"  # which cached block goes first
     max_steps_in_flight: int = 1  # plans made before the first result returns
     num_stages: int = 1  # of the pipeline of ranks that computes a step (stages.py)
     composer: Composer = "value"  # the others are baselines to compare with

@@ -57,7 +57,7 @@ class Sharing:
             missing = missing[: min(MAX_COPY_BLOCKS, self._host.num_available)]
             if missing:
                 entries = [path[place] for place in missing]
-                held = self._tables.pool.acquire(path[: missing[-1] + 1], used=False)
+                held = self._tables.pool.acquire(path[: missing[-1] + 1])
                 device, host = [entry.block for entry in entries], self._host.allocate(len(entries))
                 return [self._parking.start(True, device, host, held, spilled=entries, read=there)]
             self._host.let_go(there)

@@ -32,11 +32,13 @@ class BlockTables:
 
         All known tokens get their blocks at once, so a prompt that started never waits for blocks half way.
         """
-        hits = request.chain.matched
-        if self._caching and request.spec.sampling.prompt_logprobs is None:
-            # One token at least is computed: the next one is sampled from its logits.
-            hits = self.index.match(request.chain, request.tokens, (request.known - 1) // self._size)
+        hits = self.index.match(request.chain, request.tokens, self._most_hits(request))
         return -(-request.known // self._size) - len(hits) + self.pool.num_cached_of(hits)
+
+    def _most_hits(self, request: Request) -> int:
+        """Blocks. One token at least is computed: the next one is sampled from its logits."""
+        looked_up = self._caching and request.spec.sampling.prompt_logprobs is None
+        return (request.known - 1) // self._size if looked_up else 0
 
     def enter(self, request: Request) -> None:
         """The request gets its table, and the tokens found in the prefix index count as computed."""
@@ -47,7 +49,8 @@ class BlockTables:
     def place(self, request: Request) -> None:
         """`enter` for one that computes nothing, and does not count as a look-up."""
         hits = request.chain.matched
-        blocks = self.pool.acquire(hits)
+        beyond = request.chain.beyond_hits(request.tokens, self._size, self._most_hits(request))
+        blocks = self.pool.acquire(hits, beyond)
         blocks += self.pool.allocate(-(-request.known // self._size) - len(hits))
         request.blocks = blocks
         request.capacity = len(blocks) * self._size

@@ -59,12 +59,13 @@ class EngineConfig:
     ] = 16
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV of common prompt prefixes")] = True
     eviction: Annotated[
-        Literal["lru", "lookahead", "s3fifo"],
+        Literal["lookahead", "lru", "s3fifo"],
         Meta(
-            description="which cached KV block is given up first: the least recently used; the one of which the fewest "
-            "uses are expected, as learned from how often and after which pause others were used; by S3-FIFO"
+            description="which cached KV block is given up first: the one of which the fewest uses are expected, as "
+            "learned from how often and after which pause others were used, where that clearly finds more, and "
+            "elsewhere the least recently used; always the least recently used; by S3-FIFO"
         ),
-    ] = "lru"
+    ] = "lookahead"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, lt=1, description="share of a GPU's memory for weights, activations and KV")
     ] = 0.90

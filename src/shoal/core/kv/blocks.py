@@ -76,12 +76,15 @@ class BlockPool:
         refs = self._refs
         return sum([1 for entry in entries if refs[entry.block] == 0])
 
-    def acquire(self, entries: Sequence[Entry], *, used: bool = True) -> list[int]:
-        """The blocks of a prefix, from its start, for one more owner. `used`: a prompt has found it."""
+    def acquire(self, entries: Sequence[Entry], beyond: Sequence[bytes] | None = None) -> list[int]:
+        """The blocks of a prefix, from its start, for one more owner. `beyond`: a prompt has found it, whose blocks
+        behind it have these keys, as far as they are known; None: they are copied or lent."""
         refs = self._refs
-        if used:
-            self._cached.used(entries)
-        self._cached.remove([entry for entry in entries if refs[entry.block] == 0], used)
+        cached = [entry for entry in entries if refs[entry.block] == 0]
+        if beyond is None:
+            self._cached.remove(cached)
+        else:
+            self._cached.found(entries, cached, beyond)
         blocks = [entry.block for entry in entries]
         for block in blocks:
             refs[block] += 1

@@ -2,7 +2,8 @@
 
     lru         the least recently used
     s3fifo      new blocks wait in a short queue, those used meanwhile in a long one (Yang et al., SOSP 2023)
-    lookahead   the one of which the fewest uses are expected for the time that it would be kept
+    lookahead   as lru, or, while that clearly finds more, the one of which the fewest uses are expected for the time
+                that it would be kept
 
 Each is told when blocks lose their last reference, when they are referenced again, and whom a prompt has found. What
 keeps it simple: a table is released from its end, and whoever holds a block holds all blocks before it. So no cached
@@ -31,13 +32,13 @@ class Order(Protocol):
         """Their blocks have just lost their last reference. They are of one prefix, its end first."""
         ...
 
-    def used(self, entries: Sequence[Entry]) -> None:
-        """A prompt has found this prefix; `remove` follows for those that are cached."""
+    def found(self, entries: Sequence[Entry], cached: Sequence[Entry], beyond: Sequence[bytes]) -> None:
+        """A prompt has found this prefix. The blocks of `cached`, its last ones, are referenced again. `beyond`: keys
+        of the prompt's blocks behind it."""
         ...
 
-    def remove(self, entries: Sequence[Entry], used: bool) -> None:
-        """Their blocks are referenced again, because a prompt `used` them or for a copy. They are of one prefix, its
-        start first."""
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """Their blocks are referenced again for a copy. They are of one prefix, its start first."""
         ...
 
     def pop(self) -> Entry:
@@ -59,10 +60,10 @@ class LeastRecentlyUsed:
         for entry in entries:
             self._queue[entry.block] = entry
 
-    def used(self, entries: Sequence[Entry]) -> None:
-        pass
+    def found(self, entries: Sequence[Entry], cached: Sequence[Entry], beyond: Sequence[bytes]) -> None:
+        self.remove(cached)
 
-    def remove(self, entries: Sequence[Entry], used: bool) -> None:
+    def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             del self._queue[entry.block]
 
@@ -104,11 +105,12 @@ class S3Fifo:
                 self._below.setdefault(entry.parent, {})[entry] = None
         self._path.clear()
 
-    def used(self, entries: Sequence[Entry]) -> None:
+    def found(self, entries: Sequence[Entry], cached: Sequence[Entry], beyond: Sequence[bytes]) -> None:
         for entry in entries:
             entry.uses = min(self.MOST_USES, entry.uses + 1)
+        self.remove(cached)
 
-    def remove(self, entries: Sequence[Entry], used: bool) -> None:
+    def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._take_out(entry)
         self._path.clear()

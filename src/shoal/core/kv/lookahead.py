@@ -1,235 +1,340 @@
-"""The eviction order `lookahead`: first goes the block of which the fewest uses are expected for the time it is kept.
+"""The eviction order `lookahead`: lru, until giving up what is worth least (worth.py) is clearly better.
 
-A run are blocks that one owner released together and that have the same past. Two things tell what to expect of it:
+It remembers what the pool would hold if it had always gone by age, as lru does, and what it would hold if it had always
+gone by worth: of both the keys only. What a prompt finds more in one of the two is evidence. The pool goes by worth
+while the evidence for it is more than chance would bring, and by age otherwise: exactly as lru as long as worth was
+never clearly ahead. When it changes over it keeps what it holds, and only the next victims are others.
 
-    kind   how often its prefix was used, and whether anything that was released hangs on it: a prompt that nobody went
-           on with is used again less often than a conversation of many turns or what many prompts begin with
-    age    how many blocks were released since it was
+A run are blocks that one owner released together and that have the same past. Of a run the end goes first, and prompts
+use its start; so the three pools differ only in how many blocks at its end they have given up:
 
-For every kind and age it is counted how many blocks were used again, those that were given up meanwhile included. The
-worth of a run is the most uses for the blocks' time that keeping it on for some time can bring (Gittins' index; the
-hit density of Beckmann et al., NSDI 2018, is the same for all of the time). Nothing about the load is assumed: where
-what was used just now comes back first, the oldest go first, as with lru; where everyone comes back after a pause that
-is longer than blocks could be kept, some are kept through it.
+    its end   0 .. gone   given up     gone .. left   held     left ..   referenced again   its start
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from math import sqrt
 
 from shoal.core.kv.prefix import Entry
+from shoal.core.kv.worth import KEPT, NUM_AGES, NUM_KINDS, Worths, kind_of
 
-POOL_UNITS = 64  # ages are counted in this part of the pool's blocks
-NUM_AGES = 18  # two for each doubling: 0, 1, 2, 3, 4-5, 6-7, 8-11, ..., the last from 6 pools on
-_WIDTHS = [1, 1] + [1 << max(0, age // 2 - 1) for age in range(2, NUM_AGES)]
-NUM_USES, NUM_SHARED = 5, 7  # kinds of ends of prefixes, by doublings of their uses, and of what others hang on
-NUM_KINDS = NUM_USES + NUM_SHARED
-POOL_LESSONS = 16  # times that worths are computed while as many blocks as the pool has are released
-LEAST_PAUSE = 64  # blocks between two of them
-KEPT = 0.99  # of what was counted, at each of them
-DOUBT = 1.0  # each kind is believed to be like all others until it has had so many blocks, in pools
-GHOSTS = 2  # pools of blocks that were given up are remembered
-MARGIN = 1.25  # the oldest run goes unless it is worth so many times the least
+REMEMBERED = 3  # blocks that were given up are remembered until so many pools were released after they were
+MARGIN = 1.25  # by worth, too, the oldest run goes unless it is worth so many times the least
+CLEAR = 2.25  # standard deviations that worth must be ahead,
+ENOUGH = 0.1  # and this part of what is found by age
+REAL, BY_AGE, BY_WORTH = range(3)  # the pool, and those that it could be
 
 
 class Run:
-    __slots__ = ("age", "entries", "kind", "since")
+    __slots__ = ("above", "age", "entries", "gone", "keys", "kind", "left", "since")
 
     def __init__(self) -> None:
         self.kind = 0
         self.since = 0  # on the clock of released blocks
-        self.age = 0  # in whose cell it is
-        self.entries: deque[Entry] = deque()  # the end of the prefix first
+        self.age = [0, 0, 0]  # in whose cell it is, by pool
+        self.entries: list[Entry] = []  # that the real pool holds; the start of the prefix first
+        self.keys: list[bytes] = []  # of all its blocks, the end of the prefix first
+        self.above = b""  # key of the block before those that are left
+        self.gone = [0, 0, 0]  # blocks, by pool
+        self.left = 0
 
 
-class LookAhead:
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._unit = max(1, num_blocks // POOL_UNITS)
-        self._pause = max(LEAST_PAUSE, num_blocks // POOL_LESSONS)  # between two lessons
-        self._size = 0
-        self._now = 0  # blocks released so far
-        self._next_lesson = self._pause
-        self._cells: list[list[dict[Run, None]]] = [  # by kind and age, the oldest run first
-            [{} for _ in range(NUM_AGES)] for _ in range(NUM_KINDS)
+class Held:
+    """What one of the pools holds: its runs, the oldest first. By age, the first one goes first."""
+
+    def __init__(self, pool: int) -> None:
+        self.pool = pool
+        self.size = 0  # blocks
+        self.runs: OrderedDict[Run, None] = OrderedDict()
+        self.victim: Run | None = None
+        self.num_next = 0  # blocks at its end that go next
+
+    def add(self, run: Run) -> None:
+        self.size += run.left
+        self.runs[run] = None
+
+    def drop(self, run: Run) -> None:
+        """Nothing of it is held any more."""
+        del self.runs[run]
+
+    def take(self, run: Run, left: int) -> int:
+        """How many blocks it held of those that are referenced again: all but the run's last `left`."""
+        gone = run.gone[self.pool]
+        count = run.left - max(left, gone)
+        if count <= 0:
+            return 0
+        self.size -= count
+        if run is self.victim:
+            self.num_next = 0
+        if left <= gone:
+            self.drop(run)
+        else:
+            self.hang(run, run.keys[left])
+        return count
+
+    def hang(self, run: Run, above: bytes) -> None:
+        """On this block from now on."""
+
+    def shrink(self, size: int) -> None:
+        """Gives up all above `size` blocks."""
+        while self.size > size:
+            if not self.num_next:
+                self.choose()
+            run = self.victim
+            assert run is not None
+            count = min(self.num_next, self.size - size)
+            self.num_next -= count
+            self.size -= count
+            gone = run.gone[self.pool] = run.gone[self.pool] + count
+            if gone == run.left:
+                self.drop(run)
+
+    def choose(self) -> None:
+        """The next victim. On the end of the oldest of all nothing hangs, or that would be older still."""
+        run = self.victim = next(iter(self.runs))
+        self.num_next = run.left - run.gone[self.pool]
+
+
+class HeldByWorth(Held):
+    def __init__(self, pool: int, worths: Worths) -> None:
+        super().__init__(pool)
+        self._worths = worths
+        self._cells: list[list[OrderedDict[Run, None]]] = [  # by kind and age, the oldest run first
+            [OrderedDict() for _ in range(NUM_AGES)] for _ in range(NUM_KINDS)
         ]
-        self._least_first = [(0.0, kind, age) for age in range(NUM_AGES)[::-1] for kind in range(NUM_KINDS)]
-        self._worths = [[0.0] * NUM_AGES for _ in range(NUM_KINDS)]
-        self._victim: Run | None = None
-        self._num_released = [0.0] * NUM_KINDS  # blocks
-        self._num_used = [[0.0] * NUM_AGES for _ in range(NUM_KINDS)]
-        self._ghosts: OrderedDict[bytes, tuple[int, int, int]] = OrderedDict()  # given up: kind, since, uses
+        self._below: dict[bytes, int] = {}  # runs that hang on a block
 
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Entry]:
-        return (entry for ages in self._cells for cell in ages for run in cell for entry in run.entries)
-
-    # -- what happens to blocks ----------------------------------------------------------------------------------------
-
-    def add(self, entries: Sequence[Entry]) -> None:
-        if not entries:
-            return
-        ghosts, last, runs = self._ghosts, -2, list[Run]()
-        for entry in entries:
-            uses = entry.uses
-            if not uses and entry.key in ghosts:
-                kind, since, uses = ghosts.pop(entry.key)
-                entry.uses = uses = uses + 1
-                self._num_used[kind][self._age(since)] += 1
-            # Each turn of a conversation uses all turns before it: with more than that, others hang on the block too.
-            if uses > last + 1:
-                run = Run()
-                runs.append(run)
-            last = uses
-            run.entries.append(entry)
-            entry.run = run
-        self._size += len(entries)
-        for run in runs:
-            self._start(run, run is not runs[0])
-        if self._now >= self._next_lesson:
-            self._next_lesson = self._now + self._pause
-            self._grow_older()
-            self._learn()
-
-    def _start(self, run: Run, shared: bool) -> None:
-        first = run.entries[-1]
-        doublings = first.uses.bit_length()
-        run.kind = NUM_USES + min(doublings, NUM_SHARED - 1) if shared else min(doublings, NUM_USES - 1)
-        run.since = self._now
+    def add(self, run: Run) -> None:
+        super().add(run)
         self._cells[run.kind][0][run] = None
-        self._num_released[run.kind] += len(run.entries)
-        self._now += len(run.entries)
-        if isinstance(first.parent, Entry):
-            first.parent.num_below += 1
+        self._below[run.above] = self._below.get(run.above, 0) + 1
 
-    def used(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            entry.uses += 1
+    def drop(self, run: Run) -> None:
+        super().drop(run)
+        del self._cells[run.kind][run.age[self.pool]][run]
+        self._unhang(run)
 
-    def remove(self, entries: Sequence[Entry], used: bool) -> None:
-        place, end = 0, len(entries)
-        while place < end:
-            first = entries[place]
-            run, begun = first.run, place
-            assert run is not None and run.entries[-1] is first, f"block {first.block} is not the start of its run"
-            take = run.entries.pop
-            while place < end and entries[place].run is run:
-                take().run = None
-                place += 1
-            self._size -= place - begun
-            if used:
-                self._num_used[run.kind][self._age(run.since)] += place - begun
-            if isinstance(first.parent, Entry):
-                first.parent.num_below -= 1
-            if run.entries:
-                entries[place - 1].num_below += 1
-            else:
-                del self._cells[run.kind][run.age][run]
+    def hang(self, run: Run, above: bytes) -> None:
+        self._unhang(run)
+        self._below[above] = self._below.get(above, 0) + 1
 
-    def pop(self) -> Entry:
-        run = self._victim
-        if run is None or not run.entries or run.entries[0].num_below:
-            run = self._victim = self._least()
-        entry = run.entries.popleft()
-        entry.run = None
-        self._size -= 1
-        if not run.entries:
-            del self._cells[run.kind][run.age][run]
-            if isinstance(entry.parent, Entry):
-                entry.parent.num_below -= 1
-        ghosts = self._ghosts
-        ghosts[entry.key] = run.kind, run.since, entry.uses
-        if len(ghosts) > GHOSTS * self._num_blocks:
-            ghosts.popitem(last=False)
-        return entry
+    def _unhang(self, run: Run) -> None:
+        left = self._below[run.above] = self._below[run.above] - 1
+        if not left:
+            del self._below[run.above]
 
-    # -- what to expect ------------------------------------------------------------------------------------------------
+    def choose(self) -> None:
+        run = self.victim = self._least()
+        keys, below, gone = run.keys, self._below, run.gone[self.pool]
+        end = gone + 1
+        while end < run.left and keys[end] not in below:
+            end += 1
+        self.num_next = end - gone
 
     def _least(self) -> Run:
-        """Of the oldest of each cell at whose end nothing hangs, that of least worth."""
-        oldest = self._oldest()
-        enough = self._worths[oldest.kind][oldest.age] / MARGIN
-        for worth, kind, age in self._least_first:
+        """Of the oldest of each cell on whose end nothing hangs, that of least worth."""
+        oldest = next(iter(self.runs))
+        enough = self._worths.of[oldest.kind][oldest.age[self.pool]] / MARGIN
+        for worth, kind, age in self._worths.least_first:
             if worth >= enough:
                 break
             for run in self._cells[kind][age]:
-                if not run.entries[0].num_below:
+                if run.keys[run.gone[self.pool]] not in self._below:
                     return run
                 break
         return oldest
 
-    def _oldest(self) -> Run:
-        """Nothing hangs on it, or that would be older still."""
-        found: list[Run] = []
+    def grow_older(self, age: int) -> None:
+        """Those whose age was this."""
         for ages in self._cells:
-            for cell in reversed(ages):
-                if cell:
-                    found.append(next(iter(cell)))
+            cell = ages[age]
+            while cell:
+                run = next(iter(cell))
+                now = self._worths.age(run.since)
+                if now == age:
                     break
-        if not found:
-            raise KeyError("no block is cached")
-        return min(found, key=lambda run: run.since)
-
-    def _age(self, since: int) -> int:
-        units = (self._now - since) // self._unit
-        bits = units.bit_length()
-        return units if bits < 2 else min(NUM_AGES - 1, 2 * bits - 2 + (units >> bits - 2 & 1))
-
-    def _grow_older(self) -> None:
-        for ages in self._cells:
-            for age in range(NUM_AGES - 2, -1, -1):
-                cell = ages[age]
-                while cell:
-                    run = next(iter(cell))
-                    now = self._age(run.since)
-                    if now == age:
-                        break
-                    del cell[run]
-                    run.age = now
-                    ages[now][run] = None
-
-    def _learn(self) -> None:
-        used = [sum(column) for column in zip(*self._num_used, strict=True)]
-        usual = _hazards(sum(self._num_released), used)
-        for kind in range(NUM_KINDS):
-            if not self._num_released[kind]:
-                continue
-            self._worths[kind] = _worths(
-                self._num_released[kind], self._num_used[kind], usual, DOUBT * self._num_blocks
-            )
-            self._num_released[kind] *= KEPT
-            self._num_used[kind] = [KEPT * count for count in self._num_used[kind]]
-        self._least_first = sorted(
-            [(worth, kind, age) for kind, worths in enumerate(self._worths) for age, worth in enumerate(worths)]
-        )
-        self._victim = None
+                del cell[run]
+                run.age[self.pool] = now
+                ages[now][run] = None
 
 
-def _hazards(num_released: float, num_used: Sequence[float]) -> list[float]:
-    """By age: of the blocks that came to it, the share used at it."""
-    hazards, left = [], num_released
-    for count in num_used:
-        hazards.append(count / left if left > count else float(count > 0))
-        left -= count
-    return hazards
+class LookAhead:
+    def __init__(self, num_blocks: int) -> None:
+        self.by_worth = False  # how the pool goes
+        self._found = 0.0  # cached blocks that prompts would have found by age
+        self._ahead = 0.0  # and so many more by worth
+        self._noise = 0.0  # the squares of what each of them would have found more or less, added up
+        self._memory = REMEMBERED * num_blocks
+        self._worths = Worths(num_blocks)
+        self._real = HeldByWorth(REAL, self._worths)
+        self._if_by_age = Held(BY_AGE)
+        self._if_by_worth = HeldByWorth(BY_WORTH, self._worths)
+        self._room = -1  # blocks cached when the last one was given up, which the other pools have to follow; -1: none
+        self._ghosts: dict[bytes, tuple[Run, int, int]] = {}  # given up: run, place in it, uses
+        self._released: deque[Run] = deque()  # in order, as far as they are remembered
 
+    def __len__(self) -> int:
+        return self._real.size
 
-def _worths(num_released: float, num_used: Sequence[float], usual: Sequence[float], doubt: float) -> list[float]:
-    """By age: the most uses per block and time, over all times for which a block of that age can be kept on. `doubt`
-    blocks that fared as usual are taken for granted."""
-    parts, left = [], num_released
-    for count, hazard, width in zip(num_used, usual, _WIDTHS, strict=True):
-        uses = count + doubt * hazard
-        parts.append((uses, max(1e-9, left + doubt - uses / 2) * width))
-        left, doubt = left - count, doubt * (1 - hazard)
-    worths, ahead = [], list[tuple[float, float]]()
-    for uses, time in reversed(parts):
-        while ahead and ahead[-1][0] * time > uses * ahead[-1][1]:  # it pays to wait for what comes then
-            more_uses, more_time = ahead.pop()
-            uses, time = uses + more_uses, time + more_time
-        ahead.append((uses, time))
-        worths.append(uses / time)
-    return worths[::-1]
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for run in self._real.runs for entry in run.entries)
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        if not entries:
+            return
+        self._follow()
+        ghosts, worths, last, runs = self._ghosts, self._worths, -2, list[Run]()
+        for entry in entries:
+            uses = entry.uses
+            if entry.key in ghosts:
+                old, place, uses_before = ghosts.pop(entry.key)
+                if place < old.left and not old.entries:
+                    worths.used(old.kind, old.since, old.left - place)
+                    self._take(old, place)
+                entry.uses = uses = uses_before + 1 + uses
+            # Each turn of a conversation uses all turns before it: with more than that, others hang on the block too.
+            if uses > last + 1:
+                run = Run()
+                runs.append(run)
+                of_run = run.entries
+            last = uses
+            of_run.append(entry)
+            entry.run = run
+        for run in runs:
+            self._start(run, run is not runs[0])
+        self._forget()
+        while (age := worths.tick()) is not None:
+            self._real.grow_older(age)
+            self._if_by_worth.grow_older(age)
+            if not age:
+                self._real.num_next = self._if_by_worth.num_next = 0
+                self._found *= KEPT
+                self._ahead *= KEPT
+                self._noise *= KEPT
+
+    def _start(self, run: Run, shared: bool) -> None:
+        first = run.entries[-1]
+        run.kind = kind_of(first.uses, shared)
+        run.since = self._worths.now
+        run.left = len(run.entries)
+        run.keys = [entry.key for entry in run.entries]
+        run.above = first.parent.key if isinstance(first.parent, Entry) else first.parent
+        self._real.add(run)
+        self._if_by_age.add(run)
+        self._if_by_worth.add(run)
+        self._worths.released(run.kind, run.left)
+        self._released.append(run)
+        run.entries.reverse()
+
+    def _forget(self) -> None:
+        first, runs, ghosts = self._worths.now - self._memory, self._released, self._ghosts
+        while runs[0].since <= first:
+            run = runs.popleft()
+            for key in run.keys[: run.gone[REAL]]:
+                if key in ghosts and ghosts[key][0] is run:
+                    del ghosts[key]
+
+    def found(self, entries: Sequence[Entry], cached: Sequence[Entry], beyond: Sequence[bytes]) -> None:
+        for entry in entries:
+            entry.uses += 1
+        self._follow()
+        num_by_age = num_by_worth = 0
+        go_on_by_age = go_on_by_worth = True
+        for run, left in self._leave(cached) + self._given_up(beyond):
+            count = run.left - left
+            self._worths.used(run.kind, run.since, count)
+            by_age, by_worth = self._take(run, left)
+            if go_on_by_age:
+                num_by_age += by_age
+                go_on_by_age = by_age == count
+            if go_on_by_worth:
+                num_by_worth += by_worth
+                go_on_by_worth = by_worth == count
+        if num_by_age or num_by_worth:
+            self._compare(num_by_age, num_by_worth)
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        self._follow()
+        for run, left in self._leave(entries):
+            self._take(run, left)
+
+    def pop(self) -> Entry:
+        real = self._real
+        if not real.num_next:
+            if not real.size:
+                raise KeyError("no block is cached")
+            if self.by_worth:
+                real.choose()
+            else:
+                Held.choose(real)
+        run = real.victim
+        assert run is not None
+        entry = run.entries.pop()
+        gone = run.gone[REAL]
+        if run.since > self._worths.now - self._memory:
+            self._ghosts[entry.key] = run, gone, entry.uses
+        run.gone[REAL] = gone + 1
+        real.num_next -= 1
+        real.size -= 1
+        if not run.entries:
+            real.drop(run)
+        self._room = real.size
+        return entry
+
+    # -- the runs of a prefix ------------------------------------------------------------------------------------------
+
+    def _leave(self, entries: Sequence[Entry]) -> list[tuple[Run, int]]:
+        """The real pool's entries, the start of the prefix first, leave their runs; how much is left of each."""
+        taken, place, end = list[tuple[Run, int]](), 0, len(entries)
+        while place < end:
+            first, begun = entries[place], place
+            run = first.run
+            assert run is not None and run.entries[0] is first, f"block {first.block} is not the start of its run"
+            while place < end and entries[place].run is run:
+                place += 1
+            del run.entries[: place - begun]
+            taken.append((run, run.left - (place - begun)))
+        return taken
+
+    def _given_up(self, keys: Sequence[bytes]) -> list[tuple[Run, int]]:
+        """The same for a prefix, as far as it is remembered, of which the real pool holds nothing."""
+        ends: dict[Run, int] = {}
+        for key in keys:
+            ghost = self._ghosts.get(key)
+            if ghost is None:
+                break
+            run, place, _ = ghost
+            if place >= run.left or run.entries:  # another prefix, of which this one has a key
+                break
+            ends[run] = place
+        return list(ends.items())
+
+    def _take(self, run: Run, left: int) -> tuple[int, int]:
+        """All but the run's last `left` blocks are referenced again. How many would be held by age, and by worth."""
+        self._real.take(run, left)
+        would = self._if_by_age.take(run, left), self._if_by_worth.take(run, left)
+        run.left, run.above = left, run.keys[left]
+        return would
+
+    # -- by age or by worth --------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """The other two pools have room for as many blocks as the real one."""
+        if self._room >= 0:
+            self._if_by_age.shrink(self._room)
+            self._if_by_worth.shrink(self._room)
+            self._room = -1
+
+    def _compare(self, num_by_age: int, num_by_worth: int) -> None:
+        """A prompt would have found so many cached blocks. If only chance decided which way each difference goes, their
+        sum would spread like the root of the noise."""
+        more = num_by_worth - num_by_age
+        self._found += num_by_age
+        self._ahead += more
+        self._noise += more * more
+        by_worth = self._ahead > (0.0 if self.by_worth else max(CLEAR * sqrt(self._noise), ENOUGH * self._found))
+        if by_worth != self.by_worth:
+            self.by_worth = by_worth
+            self._real.num_next = 0

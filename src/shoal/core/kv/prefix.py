@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Entry:
-    __slots__ = ("block", "check", "key", "live", "num_below", "parent", "run", "tokens", "uses")
+    __slots__ = ("block", "check", "key", "live", "parent", "run", "tokens", "uses")
 
     def __init__(self, key: bytes, parent: Entry | bytes, tokens: tuple[int, ...], block: int) -> None:
         self.key = key
@@ -35,8 +35,7 @@ class Entry:
         self.live = True  # False once the block was given to someone else
         # What the eviction orders note, each for itself:
         self.uses = 0  # by prompts that found it
-        self.num_below = 0  # runs that hang on it
-        self.run: Run | None = None  # while it is cached
+        self.run: Run | None = None  # since it was released last
 
     def path(self) -> list[Entry]:
         """The entries of its prefix, from the first to this one, whether or not they are live."""
@@ -74,6 +73,12 @@ class Chain:
         if index == len(keys):
             keys.append(block_key(keys[-1] if keys else self.scope, tokens))
         return keys[index]
+
+    def beyond_hits(self, tokens: list[int], block_tokens: int, end: int) -> list[bytes]:
+        """Keys of the blocks behind those that are matched, up to block `end`."""
+        for index in range(len(self.keys), end):
+            self.key(index, tuple(tokens[index * block_tokens : (index + 1) * block_tokens]))
+        return self.keys[len(self.matched) : end]
 
     @property
     def next_key(self) -> bytes | None:
