@@ -57,7 +57,7 @@ test: .venv/dev .venv/compiled
 	@$(BIN)/pytest -n 2 --dist loadfile
 
 bench: .venv/dev .venv/compiled
-	@for script in core_speed scheduling preemption first_token batching roofline step_breakdown attention allreduce perplexity batch_invariant digests disk kv_tiers eviction directory transports peer_fetch overlap migration disaggregation layouts planner; do PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python bench/$$script.py --quick || exit 1; done
+	@for script in core_speed scheduling preemption first_token batching roofline step_breakdown attention allreduce perplexity batch_invariant digests disk kv_tiers eviction directory transports peer_fetch overlap migration disaggregation layouts context planner; do PYTHONPATH=$(CURDIR)/.venv/compiled $(BIN)/python bench/$$script.py --quick || exit 1; done
 
 soak: .venv/dev
 	@$(BIN)/pytest --full --timeout 3600 tests/engine/test_parity_smollm2.py tests/engine/test_bfloat16.py tests/engine/test_sample.py \
