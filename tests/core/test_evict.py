@@ -183,7 +183,7 @@ def test_when_what_lookahead_found_more_is_lost_again_it_goes_back_to_lru(seed: 
         world.serve([turn % 29] * 8)
         assert turn < 100
     assert any(not order.by_worth for _ in random_load(seed, [world], 3000))
-    oldest = next(iter(order._real.runs))
+    oldest = next(iter(order._pool.runs))
     entry = oldest.entries[-1]
     assert order.pop() is entry, "what it held stays; the oldest goes now"
 

@@ -168,7 +168,7 @@ class LookAhead:
         self._noise = 0.0  # the squares of what each of them would have found more or less, added up
         self._memory = REMEMBERED * num_blocks
         self._worths = Worths(num_blocks)
-        self._real = HeldByWorth(REAL, self._worths)
+        self._pool = HeldByWorth(REAL, self._worths)
         self._if_by_age = Held(BY_AGE)
         self._if_by_worth = HeldByWorth(BY_WORTH, self._worths)
         self._room = -1  # blocks cached when the last one was given up, which the other pools have to follow; -1: none
@@ -176,10 +176,10 @@ class LookAhead:
         self._released: deque[Run] = deque()  # in order, as far as they are remembered
 
     def __len__(self) -> int:
-        return self._real.size
+        return self._pool.size
 
     def __iter__(self) -> Iterator[Entry]:
-        return (entry for run in self._real.runs for entry in run.entries)
+        return (entry for run in self._pool.runs for entry in run.entries)
 
     def add(self, entries: Sequence[Entry]) -> None:
         if not entries:
@@ -206,10 +206,10 @@ class LookAhead:
             self._start(run, run is not runs[0])
         self._forget()
         while (age := worths.tick()) is not None:
-            self._real.grow_older(age)
+            self._pool.grow_older(age)
             self._if_by_worth.grow_older(age)
             if not age:
-                self._real.num_next = self._if_by_worth.num_next = 0
+                self._pool.num_next = self._if_by_worth.num_next = 0
                 self._found *= KEPT
                 self._ahead *= KEPT
                 self._noise *= KEPT
@@ -221,7 +221,7 @@ class LookAhead:
         run.left = len(run.entries)
         run.keys = [entry.key for entry in run.entries]
         run.above = first.parent.key if isinstance(first.parent, Entry) else first.parent
-        self._real.add(run)
+        self._pool.add(run)
         self._if_by_age.add(run)
         self._if_by_worth.add(run)
         self._worths.released(run.kind, run.left)
@@ -261,7 +261,7 @@ class LookAhead:
             self._take(run, left)
 
     def pop(self) -> Entry:
-        real = self._real
+        real = self._pool
         if not real.num_next:
             if not real.size:
                 raise KeyError("no block is cached")
@@ -313,7 +313,7 @@ class LookAhead:
 
     def _take(self, run: Run, left: int) -> tuple[int, int]:
         """All but the run's last `left` blocks are referenced again. How many would be held by age, and by worth."""
-        self._real.take(run, left)
+        self._pool.take(run, left)
         would = self._if_by_age.take(run, left), self._if_by_worth.take(run, left)
         run.left, run.above = left, run.keys[left]
         return would
@@ -337,4 +337,4 @@ class LookAhead:
         by_worth = self._ahead > (0.0 if self.by_worth else max(CLEAR * sqrt(self._noise), ENOUGH * self._found))
         if by_worth != self.by_worth:
             self.by_worth = by_worth
-            self._real.num_next = 0
+            self._pool.num_next = 0
