@@ -49,6 +49,11 @@ class Device:
     def is_cuda(self) -> bool:
         return self.torch_device.type == "cuda"
 
+    def make_current(self) -> None:
+        """What does not name a device takes this one."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch_device)
+
     def tensor(self, values: np.ndarray | Tensor) -> Tensor:
         """Same numbers and format, on the device; the copy is ordered before what is computed next."""
         tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
@@ -201,6 +206,13 @@ def kv_pool_bytes(config: EngineConfig, device: Device, activation_peak_bytes: i
             f"{weights >> 20} MiB and activations {activation_peak_bytes >> 20} MiB: nothing is left for the KV pool"
         )
     return left
+
+
+def device_of_rank(asked: str, rank: int) -> str:
+    """`engine.device` of one of several ranks: a GPU of its own, where there are any."""
+    if asked == "cuda" or (asked == "auto" and torch.cuda.is_available()):
+        return f"cuda:{rank}"
+    return asked
 
 
 def num_cores() -> int:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
-
 from shoal.engine.config import EngineConfig
-from shoal.engine.device import Device, num_cores
+from shoal.engine.device import Device, device_of_rank, num_cores
 from shoal.engine.model.config import ModelConfig
 from shoal.engine.parallel.comm import LIMIT_S, Alone, Comms
 from shoal.engine.parallel.layout import Layout, Share, Split, stage_of
@@ -44,9 +42,7 @@ ALONE = Rank()
 
 def rank_config(config: EngineConfig, layout: Layout, rank: int) -> EngineConfig:
     """What one of a replica's ranks is told: its share of the cores, a GPU of its own."""
-    device = config.device
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        device = f"cuda:{rank}"
+    device = device_of_rank(config.device, rank)
     return replace(config, device=device, threads=max(1, (config.threads or num_cores()) // layout.size))
 
 

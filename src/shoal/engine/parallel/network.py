@@ -26,8 +26,7 @@ def join(layout: Layout, rank: int, device: Device, store: int, *, limit_s: floa
     """`store`: descriptor of the file. Returns when all ranks have come. What this process joined before is over."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    if device.is_cuda:
-        torch.cuda.set_device(device.torch_device)
+    device.make_current()
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
