@@ -27,7 +27,7 @@ def join(layout: Layout, rank: int, device: Device, store: int, *, limit_s: floa
     if dist.is_initialized():
         dist.destroy_process_group()
     device.make_current()
-    else:
+    if not device.is_cuda:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if device.is_cuda else "gloo",
