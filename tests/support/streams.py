@@ -39,7 +39,7 @@ class Stream:
                     event = json.loads(line[6:])
                     self.events.append(event)
                     self.text += "".join(choice["text"] for choice in event.get("choices", ()))
-        assert not [event for event in self.events if "error" in event]
+        assert not (errors := [event for event in self.events if "error" in event]), errors
         self.usage = self.events[-1]["usage"]
         return self.text
 

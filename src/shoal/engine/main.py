@@ -18,7 +18,6 @@ from shoal.core.stepcost import StepCost, fit
 from shoal.engine import process
 from shoal.engine.config import EngineConfig
 from shoal.engine.model.registry import read_config
-from shoal.engine.parallel.group import Group
 from shoal.engine.parallel.layout import Layout, layout_of
 from shoal.engine.process import Engine, Parts
 from shoal.engine.transfer.copier import Copier
@@ -32,6 +31,7 @@ from shoal.wire import lifeline
 from shoal.wire.messages import EngineInfo
 
 if TYPE_CHECKING:
+    from shoal.engine.parallel.group import Group
     from shoal.engine.runner import Runner
 
 log = logging.getLogger("shoal.engine")
@@ -78,6 +78,8 @@ def build(
     layout = layout_of(config)
     if layout.size == 1:
         return _build(model_dir, config, served_name, classes)
+    from shoal.engine.parallel.group import Group
+
     _check_ranks(config, layout)
     layout.check(read_config(model_dir))
     config = replace(config, peer_address="")
