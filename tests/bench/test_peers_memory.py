@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import sys
+from subprocess import PIPE, Popen
 
 import psutil
 import pytest
@@ -63,14 +63,23 @@ def test_what_of_a_pool_of_1000_is_resident(size: int, resident: int, bounds: tu
     assert resident_in_pool([other, Mapping(True, size, resident, resident), file], 1000) == bounds
 
 
-def test_a_pool_of_this_process_is_found_and_its_pss_is_the_kernels() -> None:
+POOL = """
+import mmap, sys
+with mmap.mmap(-1, 512 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pool:
+    pool[: 8 << 20] = b"x" * (8 << 20)
+    print("touched", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_pool_of_a_process_is_found_and_its_pss_is_the_kernels() -> None:
     pool_bytes, touched = 512 * MIB, 8 * MIB
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with mmap.mmap(-1, pool_bytes, flags=flags) as pool:
-        pool[:touched] = b"x" * touched
-        found = weigh([os.getpid(), 2**22 + 1], pool_bytes)  # the second is above the kernel's greatest pid
-        assert found.processes == 1
-        assert found.most_pool_bytes >= touched
-        assert found.least_pool_bytes <= touched
-        assert found.pss_bytes == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.1)
-        assert found.least_apart_bytes <= found.most_apart_bytes < found.pss_bytes + 1
+    with Popen([sys.executable, "-c", POOL], stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"touched\n"
+        found = weigh([process.pid, 2**22 + 1], pool_bytes)  # the second is above the kernel's greatest pid
+        pss_bytes = psutil.Process(process.pid).memory_full_info().pss
+        process.communicate()
+    assert found.processes == 1
+    assert found.least_pool_bytes <= touched <= found.most_pool_bytes
+    assert found.pss_bytes == pytest.approx(pss_bytes, rel=0.1)
+    assert found.least_apart_bytes <= found.most_apart_bytes < found.pss_bytes + 1
