@@ -278,7 +278,9 @@ def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
         digest="" if rank.number else model_digest(model_dir, config.quantization),  # rank 0 speaks for all
     )
     # All ranks compute this step by themselves: nobody listens yet.
-    alone = {} if rank.make_runner is None else {"tell": None} | ({"hear": None} if rank.layout.pp > 1 else {})
+    alone: dict[str, Any] = (
+        {} if rank.make_runner is None else {"tell": None} | ({"hear": None} if rank.layout.pp > 1 else {})
+    )
     peak_bytes = device.peak_bytes(
         lambda: build(num_blocks=1, max_model_len=max_model_len, **alone).compute(largest_step(config, max_model_len))
     )
