@@ -277,12 +277,8 @@ def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
         shard=Shard(share.context.size, share.context.rank),
         digest="" if rank.number else model_digest(model_dir, config.quantization),  # rank 0 speaks for all
     )
-    # All ranks compute this step by themselves: nobody listens yet.
-    alone: dict[str, Any] = (
-        {} if rank.make_runner is None else {"tell": None} | ({"hear": None} if rank.layout.pp > 1 else {})
-    )
     peak_bytes = device.peak_bytes(
-        lambda: build(num_blocks=1, max_model_len=max_model_len, **alone).compute(largest_step(config, max_model_len))
+        lambda: build(num_blocks=1, max_model_len=max_model_len).compute(largest_step(config, max_model_len))
     )
     one, num_ranks = block_bytes(model.config, device.dtype, config.block_size), rank.layout.size
     num_blocks, num_host_blocks = rank.agree(
@@ -309,7 +305,9 @@ def load(model_dir: Path, config: EngineConfig, rank: Rank = ALONE) -> Runner:
             "host_blocks": num_host_blocks,
         },
     )
-    runner: Runner = build(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=max_model_len)
+    runner: Runner = build(
+        num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_model_len=max_model_len, **rank.leads
+    )
     ranks_of_layer = rank.layout.tp * rank.layout.cp
     runner.block_bytes = one // model.config.num_layers * settings.num_layers * ranks_of_layer
     if config.batch_invariant and not invariance.kept(runner):

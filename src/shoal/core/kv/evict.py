@@ -76,7 +76,7 @@ class S3Fifo:
     that a block whose turn it is goes after all that hang on it."""
 
     SMALL_SHARE = 10  # the small queue has one of so many blocks
-    MOST_USES = 3  # counted
+    MOST_USES = 3  # more are not counted
     KEPT_USES = 2  # with so many a block passes from the small queue to the main one
 
     def __init__(self, num_blocks: int) -> None:

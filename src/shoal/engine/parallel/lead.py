@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shoal.core.plan import Copied, KvOp
 from shoal.engine import runner as runners
@@ -40,11 +41,16 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
         group.tell(Build(*smallest))
         return smallest
 
+    leads: dict[str, Any] = {"tell": group.tell, "cause_of": group.cause_of}
+    if group.layout.pp > 1:
+        last = group.layout.rank(Place(0, 0, group.layout.pp - 1))
+        leads["hear"] = partial(group.hear_from, last, Result, LIMIT_S)
     rank = Rank(
         layout=group.layout,
         join=partial(join, group.memory, 0, config),
         agree=agree,
-        make_runner=_runner_of(group),
+        make_runner=RankRunner if group.layout.pp == 1 else StageRunner,
+        leads=leads,
     )
     runner = runners.load(model_dir, rank_config(config, group.layout, 0), rank)
     assert isinstance(runner, RankRunner)
@@ -53,14 +59,6 @@ def load(model_dir: Path, config: EngineConfig, group: Group) -> RankRunner:
     if isinstance(runner, StageRunner):
         group.stage_ns = lambda: runner.stage_ns
     return runner
-
-
-def _runner_of(group: Group) -> Callable[..., RankRunner]:
-    if group.layout.pp == 1:
-        return partial(RankRunner, tell=group.tell, cause_of=group.cause_of)
-    last = group.layout.rank(Place(0, 0, group.layout.pp - 1))
-    hear = partial(group.hear_from, last, Result, LIMIT_S)
-    return partial(StageRunner, tell=group.tell, cause_of=group.cause_of, hear=hear)
 
 
 class GroupCopier:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ class Rank:
     join: Callable[[Device], Comms] = _alone  # its groups
     agree: Callable[[Room], Room] = lambda room: room  # what there is room for here → everywhere
     make_runner: Callable[..., Any] | None = None  # a Runner that also takes `comms`; None: one that is alone
+    leads: Mapping[str, Any] = field(default_factory=dict)  # what the one that serves takes too, on rank 0
 
     def share(self, model: ModelConfig) -> Share:
         place, layout = self.layout.place(self.number), self.layout
